@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from data.tokenizer import TOKENIZER_FILE
 from formats.portable import WEIGHTS_FILE, save_portable
 from model import ConfigError, LMConfig, Transformer
 from storage.folder import RunFolder
-from training import preflight
-from training.arguments import parse_arguments
+from training import dial
+from training.arguments import TrainingArguments, build_parser, parse_arguments
 from training.engine.deepspeed_config import read_config
 from training.engine.estimate import GIB, MARGIN, OVERHEAD, Workload, engines, estimate, kind_of
-from training.preflight import ADAMW, MUON, check_launch, cpu_flags
+from training.preflight import check_launch, main, saved_flags
 from training.prepare import shapes_of
+from training.recipe import SHAPES, shape_settings
+from training.request import Request
 from training.resume import run_identity
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
@@ -66,20 +69,23 @@ def config_file(tmp_path):
 DDP = {"distributed_type": "MULTI_GPU", "deepspeed_config": {}, "mixed_precision": "bf16"}
 
 
-def refused(config_file: str, flags: list[str], processes: str = "1", **how) -> str:
+def check(config_file: str, processes: int, flags: list[str]):
+    return check_launch(config_file, processes, vars(build_parser().parse_args(flags)))
+
+
+def refused(config_file: str, flags: list[str], processes: int = 1) -> str:
     with pytest.raises((UsageError, ConfigError, DataError)) as raised:
-        check_launch(config_file, processes, flags, **how)
+        check(config_file, processes, flags)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
 def test_a_launch_that_works_passes(flags, config_file, monkeypatch):
-    assert check_launch(ZERO_2, "4", flags) == {}
-    check_launch(config_file(**DDP), "1", flags)
-    check_launch(ZERO_2, "4", [*flags, "--deepspeed", "ds_config.json"])
+    assert check(ZERO_2, 4, flags)[1]["zero_optimization"]["stage"] == 2
+    assert check(config_file(**DDP), 1, flags)[1] is None
+    check(ZERO_2, 4, [*flags, "--deepspeed", "ds_config.json"])
     monkeypatch.setitem(os.environ, "NUM_MACHINES", "2")
-    check_launch("configs/multi_node.yaml", "2", flags)
-    assert "number of processes" in refused("configs/multi_node.yaml", flags, "two")
+    check("configs/multi_node.yaml", 2, flags)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +144,8 @@ def test_the_number_of_processes_is_part_of_the_global_batch(
     if on_the_script:
         path = config_file(**DDP | {"mixed_precision": None})
         flags = [*flags, "--deepspeed", str(tmp_path / "ds.json")]
-    check_launch(path, "2", flags)
-    assert "gives 32" in refused(path, flags, "4")
+    check(path, 2, flags)
+    assert "gives 32" in refused(path, flags, 4)
 
 
 def test_the_weights_of_init_from_are_read(flags, packed, tmp_path):
@@ -147,7 +153,7 @@ def test_the_weights_of_init_from_are_read(flags, packed, tmp_path):
     save_portable(weights, CONFIG, dict(Transformer(CONFIG).named_parameters()))
     shutil.copy(packed / TOKENIZER_FILE, weights)
     flags = [*flags, "--init_from", str(weights)]
-    check_launch(ZERO_2, "2", flags)
+    check(ZERO_2, 2, flags)
     (weights / WEIGHTS_FILE).write_bytes((weights / WEIGHTS_FILE).read_bytes()[:-1])
     assert refused(ZERO_2, flags).startswith(f"{weights}: no readable weights")
 
@@ -161,7 +167,8 @@ def run_of(flags, packed, tmp_path):
         train_set = PackedDataset(packed, "train", CONFIG.max_seq_len)
         state = {"identity": run_identity(train_set, args, 1, None), "model": CONFIG.to_dict()}
         path = make_run(tmp_path / "runs" / "saved", 10, **state)
-        settings = json.dumps({"arguments": vars(args)}, default=str)
+        values = {"arguments": vars(args), "model": CONFIG.to_dict()}
+        settings = json.dumps(values, default=str)
         RunFolder(path).settings.write_text(settings, encoding="utf-8")
         return path
 
@@ -172,18 +179,30 @@ def test_a_run_to_resume_is_checked_and_not_touched(flags, run_of, capsys):
     run = run_of()
     before = sorted(run.parent.rglob("*"))
     here = [*flags, "--out_dir", str(run.parent), "--run_name", run.name]
-    check_launch(ZERO_2, "1", [*here, "--resume", "auto"])
+    check(ZERO_2, 1, [*here, "--resume", "auto"])
     said = refused(ZERO_2, here)
     assert f"{run} holds a run: pass --resume auto, or another run_name" in said
     resumed = [*flags, "--resume", str(run)]
-    check_launch(ZERO_2, "2", [*resumed, "--batch_size", "2"])
+    check(ZERO_2, 2, [*resumed, "--batch_size", "2"])
     assert sorted(run.parent.rglob("*")) == before
     assert capsys.readouterr().out == ""
     (RunFolder(run).checkpoint(10) / "state.json").write_text("{}", encoding="utf-8")
     assert "is damaged" in refused(ZERO_2, resumed)
 
 
-def room_for(batch_size: int, processes: int, compiled: bool) -> int:
+def test_a_run_to_resume_gives_the_flags_that_are_not_typed(flags, run_of):
+    run = run_of("--batch_size", "48", "--weight_decay", "0.3")
+    typed = {"resume": str(run), "batch_size": 24, "out_dir": str(run.parent), "local_rank": None}
+    saved = saved_flags(typed, TrainingArguments)
+    assert saved["weight_decay"] == 0.3
+    assert saved["tie_embeddings"] is True
+    assert saved["dim"] == 32
+    assert not saved.keys() & {*typed, "data", "run_name", "init_from"}
+    assert saved_flags(typed | {"resume": "auto", "run_name": "new"}, TrainingArguments) == {}
+    assert saved_flags({"batch_size": 24}, TrainingArguments) == {}
+
+
+def room_for(batch_size: int, processes: int) -> int:
     """Bytes that a GPU must have free for a micro-batch of the tiny model under ZeRO-2."""
     args, _ = parse_arguments(["--batch_size", str(batch_size)])
     work = Workload(
@@ -191,98 +210,130 @@ def room_for(batch_size: int, processes: int, compiled: bool) -> int:
         shapes=shapes_of(CONFIG, args),
         processes=processes,
         device=torch.device("cuda"),
-        compiled=compiled,
+        compiled=True,
     )
     needed = estimate(kind_of(read_config("ds_config.json"), CONFIG.dim), work)
     return int(needed.held + needed.teacher + needed.working * MARGIN + OVERHEAD) + 1
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """Pretends that there are GPUs with these numbers of bytes free."""
-
-    def have(*free: int) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
-        monkeypatch.setattr(
-            preflight, "available_memory", lambda device, processes: free[device.index]
-        )
-
-    return have
-
-
 @pytest.mark.parametrize(
-    ("batch_wanted", "less", "batch_size"),
-    [(768, 0, 768), (768, 2, 384), (32, 0, 32), (32, 2, 24), (1, 2, 1)],
+    ("wanted", "less", "rows"), [(768, 0, 768), (768, 2, 767), (10**4, 0, 1024)]
 )
-@pytest.mark.parametrize("compiled", [True, False])  # the run is too short for "auto"
-def test_the_largest_micro_batch_that_fits_is_chosen_for_the_same_global_batch(
-    flags, gpus, capsys, batch_wanted, less, batch_size, compiled
-):
-    flags = [*flags, "--compile", "on" if compiled else "auto"]
-    least = room_for(batch_wanted, 3, compiled) - less
-    gpus(least + GIB, least, least + GIB, 0)  # the last one is not used
-    added = check_launch(ZERO_2, "3", flags, "768")
-    assert added == {"batch_size": batch_size, "accumulation_steps": 768 // batch_size}
-    assert capsys.readouterr().out.count("\n") == 1
+def test_on_a_gpu_the_micro_batch_fits_and_keeps_it_busy(flags, monkeypatch, wanted, less, rows):
+    free = room_for(wanted, 3) - less
+    free = [free + GIB, free, free + GIB, 0]  # the last GPU is not used
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(dial, "available_memory", lambda device, processes: free[device.index])
+    made = dial_of(flags, monkeypatch, processes=3)
+    made.device = torch.device("cuda")
+    settings = {"n_layers": 1, "dim": 32, "n_heads": 4, "max_seq_len": 32}
+    assert made.candidate(settings).rows == rows
 
 
-def test_a_launch_is_checked_with_the_micro_batch_that_fits(flags, gpus, config_file):
-    gpus(10 * GIB)
-    file = config_file({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 8})
-    assert "--batch_size gives 768" in refused(file, flags, share="768")
+def dial_of(flags: list[str], monkeypatch, processes: int = 1, config: str = ZERO_2, **environ):
+    """The dial of a command, which has begun now."""
+    request = Request({"CONFIG": config} | environ, flags)
+    typed = vars(build_parser(request.kind).parse_args(flags))
+    shape = shape_settings(*SHAPES[0], typed)
+    prepared, deepspeed = check_launch(config, processes, typed | shape)
+    made = dial.Dial(request, prepared, deepspeed, typed, processes)
+    made.started = time.time()
+    return made
 
 
-def test_a_resumed_run_keeps_its_micro_batch_whatever_memory_is_free(flags, gpus, run_of, capsys):
-    gpus(10 * GIB)
-    words = [*flags, "--resume", str(run_of("--batch_size", "48", "--accumulation_steps", "16"))]
-    assert check_launch(ZERO_2, "1", words, "768") == {"batch_size": 48, "accumulation_steps": 16}
-    assert "micro-batch: 48 of 768 sequences, as saved" in capsys.readouterr().out
-    said = refused(ZERO_2, words, share="50")
-    assert "global_batch: 768 in the checkpoint, 50 now" in said
+def pretend(monkeypatch, seconds: float) -> list[dict]:
+    """Steps take this long per million parameters. Return the flags of the steps that are asked."""
+    asked = []
+
+    def step_seconds(kind, flags, compiled, threads):
+        asked.append(flags)
+        return seconds * flags["dim"] ** 2 * flags["n_layers"] * 12e-6
+
+    monkeypatch.setattr(dial, "step_seconds", step_seconds)
+    monkeypatch.setattr(dial, "obstacle", lambda device: None)
+    return asked
 
 
-def test_a_launch_that_cannot_work_exits_with_code_2_and_an_empty_stdout(flags, tmp_path):
+def test_more_minutes_take_more_steps_of_the_chosen_model(packed, monkeypatch, capsys):
+    asked = pretend(monkeypatch, seconds=0.05)
+    monkeypatch.setattr(dial, "MOST_PASSES", 1e9)
+    chosen = [dial_of(["--data", str(packed)], monkeypatch, MINUTES=m).flags() for m in ("1", "99")]
+    assert 200 <= chosen[0]["max_steps"] < chosen[1]["max_steps"]
+    said = capsys.readouterr().out
+    assert f"recipe: 1 minutes for {chosen[0]['n_layers']} layers of dim {chosen[0]['dim']}" in said
+    assert "4 minutes would train" in said
+    assert {flags["deepspeed"] for flags in asked} == {"ds_config.json"}
+    assert all(flags["accumulation_steps"] == 1 for flags in asked)
+
+
+def test_a_text_that_is_too_small_for_the_time_is_named(packed, monkeypatch, capsys):
+    pretend(monkeypatch, seconds=0.05)
+    flags = dial_of(["--data", str(packed)], monkeypatch, MINUTES="10000").flags()
+    assert "more text would help" in capsys.readouterr().out
+    assert flags["max_steps"] < 10_000
+
+
+def test_flags_that_decide_everything_are_not_measured(flags, monkeypatch):
+    asked = pretend(monkeypatch, seconds=1)
+    typed = [*flags, "--max_steps", "7", "--learning_rate", "0.5"]
+    added = dial_of(typed, monkeypatch).flags()
+    assert asked == []
+    assert not added.keys() & {"max_steps", "learning_rate", "dim", "n_layers"}
+    assert added["muon_learning_rate"] == 0.03
+
+
+def test_several_machines_choose_the_same_without_measuring(packed, monkeypatch):
+    asked = pretend(monkeypatch, seconds=1)
+    place = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
+    monkeypatch.setattr(os, "environ", os.environ | place)
+    typed = ["--data", str(packed)]
+    first, second = (
+        dial_of(typed, monkeypatch, 4, "configs/multi_node.yaml", MACHINE_RANK=rank, **place)
+        for rank in ("0", "1")
+    )
+    second.started -= 30  # this machine began earlier
+    assert first.flags() == second.flags()
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])
+def test_engines_that_support_muon_get_muon(name, flags, monkeypatch):
+    pretend(monkeypatch, seconds=1)
+    kind = next(kind for kind in engines(dim=192) if kind.config == name)
+    made = dial_of([*flags, "--max_steps", "9"], monkeypatch, config=f"configs/{name}.yaml")
+    assert made.flags()["optimizer"] == ("muon" if kind.takes_muon else "adamw")
+    typed = [*flags, "--max_steps", "9", "--optimizer", "adamw"]
+    added = dial_of(typed, monkeypatch, config=f"configs/{name}.yaml").flags()
+    assert "muon_learning_rate" not in added
+
+
+def test_steps_are_measured_and_leave_nothing(flags, tmp_path, monkeypatch):
+    typed = vars(build_parser().parse_args([*flags, "--deepspeed", "ds_config.json"]))
+    monkeypatch.setattr(dial, "MEASURED_SECONDS", 0.0)
+    before = {*os.environ}, sorted(tmp_path.rglob("*"))
+    assert dial.step_seconds(TrainingArguments, typed, compiled=False, threads=None) > 0
+    assert ({*os.environ}, sorted(tmp_path.rglob("*"))) == before
+
+
+def test_a_launch_that_cannot_work_exits_with_code_2_and_an_empty_stdout(tmp_path):
     """The command is that of run_accelerate.sh."""
-    command = [sys.executable, "-m", "training.preflight", "train_pretrain_accelerate.py", ZERO_2]
     ended = subprocess.run(
-        [*command, "1", "0", *flags, "--resume", str(tmp_path)],
-        env=clean_environment(),
+        [sys.executable, "-m", "training.preflight", *TINY, "--resume", str(tmp_path)],
+        env=clean_environment() | {"DATA": str(tmp_path / "none.txt")},
         capture_output=True,
         text=True,
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "Traceback" not in ended.stderr
-    said = ended.stderr.splitlines()[-1]
-    assert said.startswith(f"run_accelerate.sh: error: --resume {tmp_path}: neither a run")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "segmentations", "typed", "steps"),
-    [
-        (614_400, 1, {}, 600),
-        (382_016, 1, {}, 373),
-        (9_000, 1, {}, 100),
-        (2_216_140, 7, {}, 541),
-        (0, 1, {"teacher": "auto"}, 180),
-        (9_000, 1, {"max_steps": 10**6}, None),
-        (614_400, 1, {"epochs": 2}, None),
-    ],
-)
-def test_the_default_steps_on_a_cpu_read_a_small_text_four_times(
-    monkeypatch, tokens, segmentations, typed, steps
-):
-    described = {"splits": {"train": {"tokens": tokens}}}
-    described["prepared_from"] = {"segmentations": segmentations}
-    monkeypatch.setattr(preflight, "read_description", lambda data: described)
-    typed = typed | {"learning_rate": 1e-3, "data": "anywhere"}
-    expected = {"optimizer": "adamw"} | ({"max_steps": steps} if steps else {})
-    assert cpu_flags(typed, takes_muon=False) == expected  # typed flags stay
-
-
-@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])
-def test_on_a_cpu_the_engines_that_support_muon_get_muon(name, flags, capsys):
-    kind = next(kind for kind in engines(dim=192) if kind.config == name)
-    added = check_launch(f"configs/{name}.yaml", "1", flags, "cpu")
-    assert added == (MUON if kind.takes_muon else ADAMW) | {"max_steps": added["max_steps"]}
-    assert f"steps: {added['max_steps']}, which suits a CPU" in capsys.readouterr().out
+def test_the_arguments_of_the_launcher(packed, monkeypatch):
+    words = [*TINY, "--data", str(packed), "--max_steps", "2", "--no-use_flash_attn"]
+    monkeypatch.setattr(os, "environ", os.environ | {"NUM_PROCESSES": "2", "ENGINE": "zero1"})
+    arguments = main(words)
+    assert arguments[:4] == ["--config_file", "configs/zero1.yaml", "--num_processes", "2"]
+    program = arguments.index("train_pretrain_accelerate.py")
+    parsed = vars(build_parser().parse_args(arguments[program + 1 :]))
+    assert (parsed["dim"], parsed["max_steps"], parsed["optimizer"]) == (32, 2, "muon")
+    assert parsed["use_flash_attn"] is False

@@ -17,6 +17,8 @@ from training.interruption import STOP_NOTE, how_to_resume
 
 def launch() -> int:
     """Launch and wait; return the exit code of the first process that failed, or 0."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
     for name in logging.root.manager.loggerDict:
         if name.startswith(torch.distributed.__name__):
             logging.getLogger(name).setLevel(logging.CRITICAL)

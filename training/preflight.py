@@ -1,88 +1,35 @@
-"""Check a launch before its processes start, and print flags to add to it.
+"""Decide how run_accelerate.sh trains, check the launch, and print the launcher's arguments.
 
-    python -m training.preflight PROGRAM accelerate_config.yaml PROCESSES SHARE [flags of PROGRAM]
+    python -m training.preflight [flags of the training program]
 
-The training program makes the same checks, but its launcher adds a page of output to each
-error. SHARE is a number of sequences per process and step, to divide into micro-batches that fit
-into a GPU's memory; or "cpu", for flags that suit a CPU; or 0, for no flags.
+The training program makes the same checks, but its launcher adds a page of output to each error.
 """
 
+import io
 import os
+import shlex
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
-from data.shards import read_description
-from model import ConfigError
-from training.arguments import PROGRAMS, TrainingArguments, as_arguments, build_parser
-from training.engine.compilation import should_compile
-from training.engine.device import GIB, available_memory, require_usable_gpu
-from training.engine.estimate import kind_of, largest_batch
+from common.numbers import counted
+from model import ConfigError, LMConfig
+from storage.folder import read_settings
+from training import recipe
+from training.arguments import TrainingArguments, as_arguments, build_parser, flags_of
+from training.dial import Dial
+from training.engine.device import require_usable_gpu
 from training.engine.launch import check_precision, deepspeed_plugin, set_launch_variables
 from training.log import require_trackers
 from training.prepare import Prepared, prepare
-from training.resume import saved_arguments
-
-# Passes over the text on a CPU. More passes teach less and less: https://arxiv.org/abs/2305.16264
-PASSES = 4
-TOKENS_PER_STEP = 4096  # global batch of run_accelerate.sh on a CPU
-MIN_STEPS, MAX_STEPS = 100, 600  # steps on a CPU
-STEPS_WITH_TEACHER = 180  # steps on a CPU with a teacher, which makes a step slower
-# Muon reaches a validation loss 0.6 lower than AdamW. The rate falls in a straight line to 0.
-MUON = {
-    "optimizer": "muon",
-    "muon_learning_rate": 0.02,
-    "learning_rate": 1e-2,
-    "lr_schedule": "wsd",
-    "decay_fraction": 1.0,
-    "min_lr_ratio": 0.0,
-}
-ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3}
-
-
-def check_launch(
-    config_file: str,
-    processes: str,
-    flags: list[str],
-    share: str = "0",
-    kind: type[TrainingArguments] = TrainingArguments,
-) -> dict:
-    """Return the flags to add to the launch, by name. Raises UsageError, ConfigError or DataError
-    if the launch cannot work."""
-    typed = vars(build_parser(kind).parse_args(flags))
-    args, model_settings = as_arguments(dict(typed), kind)
-    require_trackers(args.trackers)
-    require_usable_gpu()
-    check_precision(args, torch.cuda.is_available())
-    if not processes.isdigit() or int(processes) < 1:
-        raise UsageError(f"the number of processes must be at least 1, not {processes}")
-    has_deepspeed = read_launch(config_file, args)
-    os.environ["WORLD_SIZE"] = processes
-
-    def deepspeed(args: TrainingArguments) -> dict | None:
-        """Return DeepSpeed's configuration. Raises UsageError if it contradicts the flags."""
-        return deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
-
-    added, sequences = {}, 0
-    if share == "cpu":
-        added = cpu_flags(typed, kind_of(deepspeed(args)).takes_muon)
-    elif sequences := int(share):  # micro-batches do not change the global batch
-        args = replace(args, batch_size=sequences, accumulation_steps=1)
-    args = replace(args, **added)
-    config = deepspeed(args)
-    prepared = prepare(args, model_settings, None, int(processes))
-    if prepared.source and not prepared.start.checkpoint:
-        prepared.source.load()
-    if sequences:
-        size = fitting_micro_batch(prepared, config, int(processes))
-        added = {"batch_size": size, "accumulation_steps": sequences // size}
-        deepspeed(replace(prepared.args, **added))  # raises if the file has another micro-batch
-    return added
+from training.request import Request
+from training.resume import find_starting_point, saved_arguments
 
 
 def read_launch(config_file: str, args: TrainingArguments) -> bool:
@@ -108,49 +55,82 @@ def read_launch(config_file: str, args: TrainingArguments) -> bool:
     return config.distributed_type == "DEEPSPEED" or bool(args.deepspeed)
 
 
-def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: int) -> int:
-    """Return the largest divisor of a process's sequences that fits on the GPU with the least free
-    memory. A resumed run keeps its micro-batch, because another order of sums changes the bits."""
-    sequences, start = prepared.args.batch_size, prepared.start
-    saved = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
-    if saved and sequences % saved == 0:
-        print(f"micro-batch: {saved} of {sequences} sequences, as saved")
-        return saved
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
-    room = min(available_memory(gpu, processes) for gpu in gpus)
-    kind = kind_of(deepspeed, prepared.config.dim)
-    compiled = should_compile(prepared.args.compile, prepared.run_flops, gpus[0])
-    most = max(1, largest_batch(kind, prepared.workload(processes, gpus[0], compiled), room))
-    size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= most)
-    print(
-        f"micro-batch: {size} of {sequences} sequences, {sequences // size} accumulation steps "
-        f"({room / GIB:.1f} GiB on a GPU; --batch_size and --accumulation_steps override it)"
-    )
-    return size
+def check_launch(
+    config_file: str,
+    processes: int,
+    flags: dict[str, Any],
+    kind: type[TrainingArguments] = TrainingArguments,
+) -> tuple[Prepared, dict | None]:
+    """Prepare a run without its processes; return it and DeepSpeed's configuration, if any. Raises
+    UsageError, ConfigError or DataError if the launch cannot work."""
+    args, model_settings = as_arguments(dict(flags), kind)
+    require_trackers(args.trackers)
+    require_usable_gpu()
+    check_precision(args, torch.cuda.is_available())
+    has_deepspeed = read_launch(config_file, args)
+    os.environ["WORLD_SIZE"] = str(processes)
+    config = deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
+    prepared = prepare(args, model_settings, None, processes)
+    if prepared.source and not prepared.start.checkpoint:
+        prepared.source.load()
+    return prepared, config
 
 
-def cpu_flags(typed: dict, takes_muon: bool) -> dict:
-    """Return the flags of steps and optimizer for a run of a few minutes, except typed flags. The
-    steps make PASSES over the text, or one pass if the data has several segmentations of the
-    text (data/encoding.py). Raises DataError if --data is no prepared text."""
-    steps = STEPS_WITH_TEACHER
-    if "teacher" not in typed:
-        description = read_description(typed["data"])
-        several = description.get("prepared_from", {}).get("segmentations", 1) > 1
-        passes = 1 if several else PASSES
-        tokens = description["splits"]["train"]["tokens"]
-        steps = min(MAX_STEPS, max(MIN_STEPS, int(passes * (tokens / TOKENS_PER_STEP))))
-    flags = {} if "epochs" in typed else {"max_steps": steps}
-    flags |= MUON if takes_muon else ADAMW
-    added = {name: value for name, value in flags.items() if name not in typed}
-    if "max_steps" in added:
-        print(f"steps: {steps}, which suits a CPU (--max_steps overrides it)")
-    return added
+def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[str, Any]:
+    """Return the flags of a run to resume that are not given in `flags`; {} for a new run."""
+    if "resume" not in flags:
+        return {}
+    with redirect_stdout(io.StringIO()):  # `prepare` prints the same messages
+        start = find_starting_point(as_arguments(dict(flags), kind)[0])
+    if not start.checkpoint:
+        return {}
+    known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
+    saved = read_settings(start.folder.settings).get("model", {}) | saved_arguments(start.folder)
+    of_launch = {"resume", "run_name", "out_dir", "init_from", "teacher", "data", "deepspeed"}
+    names = known - of_launch - flags.keys()
+    return {k: v for k, v in saved.items() if k in names and v is not None}
+
+
+def as_words(flags: dict[str, Any]) -> list[str]:
+    """Return flags as words of a command."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words.append(f"--{name}={value}")
+    return words
+
+
+def main(words: list[str]) -> list[str]:
+    """Return the launcher's arguments. Raises UsageError, ConfigError or DataError if the launch
+    cannot work."""
+    request = Request(os.environ, words)
+    words = [*request.data_flags(), *words]
+    if request.get("ENGINE") == "fp16":
+        words = ["--dtype", "float16", *words]
+    typed = vars(build_parser(request.kind).parse_args(words))
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
+    require_usable_gpu()
+    processes = request.processes(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    check = partial(check_launch, request.config, processes, kind=request.kind)
+    added = saved_flags(typed, request.kind)
+    if not added:
+        shape = {}  # the smallest one, until the shape is chosen
+        if request.stage != "sft" and not typed.get("init_from"):
+            shape = recipe.shape_settings(*recipe.SHAPES[0], typed)
+        if request.stage == "distill":
+            del shape["max_seq_len"]  # the teacher decides it
+        prepared, deepspeed = check(typed | shape)
+        added = Dial(request, prepared, deepspeed, typed, processes).flags()
+    check(typed | added)
+    print(f"starting {counted(processes, 'processes')}; PyTorch and DeepSpeed are loaded again")
+    return [*request.launcher_words(processes), request.kind.program, *as_words(added), *words]
 
 
 if __name__ == "__main__":
     with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
-        program, config_file, processes, share, *flags = sys.argv[1:]
         with redirect_stdout(sys.stderr):
-            added = check_launch(config_file, processes, flags, share, PROGRAMS[program])
-        print(*(f"--{name}={value}" for name, value in added.items()))
+            arguments = main(sys.argv[1:])
+        print(shlex.join(arguments))

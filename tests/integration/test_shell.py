@@ -56,18 +56,6 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
         ("--dim 7", {}, "dim 7 is not divisible by n_heads 4"),
         ("--data out/data/none", {}, "--data names prepared data, DATA and"),
         ("", {"ENGINE": "zero4"}, "ENGINE=zero4 does not exist: choose one of ddp fp16"),
-        ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "set either"),
-        ("", {"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
-        ("", {"STAGE": "distill"}, "STAGE=distill does not use DATA"),
-        (
-            "",
-            {"STAGE": "sft", "DATA": "", "PREPARE_FLAGS": "--reuse"},
-            "does not use PREPARE_FLAGS",
-        ),
-        ("", {"MASTER_PORT": "70000"}, "MASTER_PORT (below 65536) cannot be 1, 0 and 70000"),
-        ("", {"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "cannot be 1, 1 and 0"),
-        ("", {"MASTER_ADDR": "node1"}, "set NUM_MACHINES too"),
-        ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "cannot resolve 'no name'"),
         ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "localhost"}, "1 cannot be divided among 2"),
     ],
 )

@@ -1,0 +1,140 @@
+"""The recipe of run_accelerate.sh: what it chooses for a text, a speed and a time."""
+
+from dataclasses import replace
+
+import pytest
+
+from training.recipe import (
+    EVALUATIONS,
+    LEAST_STEPS,
+    MIN_STEPS,
+    SHAPES,
+    Candidate,
+    Task,
+    choose,
+    optimizer_flags,
+    plan_for,
+    run_flags,
+    shape_settings,
+    weight_decay,
+)
+
+TEXT = Task(seconds=200, tokens=3.7e6, most_passes=10, validation_tokens=1e5)
+
+
+def model(n_layers: int, dim: int, **typed: int) -> Candidate:
+    settings = shape_settings(n_layers, dim, typed)
+    parameters = 6400 * dim + 12 * n_layers * dim**2
+    length = settings["max_seq_len"]
+    return Candidate(settings, parameters, 6.0 * parameters, length, max(1, 4096 // length))
+
+
+MODELS = [model(*shape) for shape in SHAPES]
+
+
+def at(flops: float):
+    """A machine with this speed in FLOP/s."""
+    return lambda model: model.rows * model.length * model.flops / flops
+
+
+def name(plan) -> tuple[int, int]:
+    return plan.model.settings["n_layers"], plan.model.settings["dim"]
+
+
+def test_more_time_or_speed_trains_a_larger_model_on_more_tokens():
+    plans = [
+        choose(replace(TEXT, seconds=s, tokens=1e12), MODELS, at(2e11)) for s in (50, 800, 1e5)
+    ]
+    sizes = [plan.model.parameters for plan in plans]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 3
+    assert [plan.tokens for plan in plans] == sorted(plan.tokens for plan in plans)
+    faster = choose(replace(TEXT, seconds=50, tokens=1e12), MODELS, at(16 * 2e11))
+    assert faster.model == plans[1].model
+
+
+def test_two_cores_train_three_layers_of_128_in_three_minutes_as_measured():
+    """docs/recipe.md: the best of 16 shapes at 42,000 tokens/s."""
+    speed = at(42_000 * 6 * MODELS[3].parameters)
+    assert name(choose(replace(TEXT, seconds=120), MODELS, speed)) == (3, 128)
+
+
+@pytest.mark.parametrize("first", [0, 5, len(SHAPES) - 1])
+def test_the_choice_does_not_depend_on_the_first_guess(first):
+    assert choose(TEXT, MODELS, at(2e11), first) == choose(TEXT, MODELS, at(2e11), 3)
+
+
+def test_only_neighbours_of_a_good_guess_are_measured():
+    asked = []
+
+    def seconds(model: Candidate) -> float:
+        asked.append(model)
+        return at(2e11)(model)
+
+    best = choose(TEXT, MODELS, at(2e11))
+    choose(TEXT, MODELS, seconds, first=MODELS.index(best.model))
+    assert len(asked) == 2
+
+
+def test_steps_and_validations_fill_the_time():
+    plan = plan_for(TEXT, MODELS[3], seconds=0.2)
+    validations = EVALUATIONS * TEXT.validation_tokens / 3 / plan.tokens_per_second
+    assert plan.steps * plan.step_seconds + validations == pytest.approx(TEXT.seconds, rel=0.01)
+
+
+def test_a_small_text_is_not_read_more_often_than_helps():
+    plan = choose(replace(TEXT, seconds=6e5, tokens=3e5), MODELS, at(2e11))
+    assert plan.passes == pytest.approx(TEXT.most_passes, rel=0.01)
+
+
+def test_a_batch_leaves_200_steps_on_any_number_of_gpus():
+    for processes in (1, 8, 64):
+        task = replace(TEXT, seconds=600, processes=processes)
+        plan = choose(task, MODELS, at(4e14))
+        assert plan.steps >= LEAST_STEPS
+        together = plan.model.rows * plan.model.length * plan.accumulation * processes
+        assert plan.tokens == plan.steps * together
+
+
+def test_a_long_run_has_a_larger_batch():
+    short, long = (
+        plan_for(replace(TEXT, seconds=s, tokens=1e9), MODELS[3], 0.1) for s in (60, 6000)
+    )
+    assert (short.accumulation, long.accumulation) == (1, 7)
+
+
+def test_without_time_a_few_steps_are_taken():
+    assert plan_for(replace(TEXT, seconds=-5), MODELS[0], 0.1).steps == MIN_STEPS
+
+
+@pytest.mark.parametrize(
+    ("typed", "steps", "accumulation"),
+    [
+        ({"max_steps": 7}, 7, 1),
+        ({"epochs": 2}, 1807, 1),
+        ({"accumulation_steps": 4, "max_steps": 7}, 7, 4),
+    ],
+)
+def test_typed_flags_win_one_by_one(typed, steps, accumulation):
+    plan = plan_for(replace(TEXT, typed=typed), MODELS[3], 0.2)
+    assert (plan.steps, plan.accumulation) == (steps, accumulation)
+
+
+def test_a_typed_width_gets_heads_that_divide_it():
+    assert shape_settings(3, 128, {"dim": 100})["n_heads"] == 2
+    assert shape_settings(3, 128, {"dim": 1024, "n_heads": 32})["n_heads"] == 32
+    for n_layers, dim in SHAPES:
+        heads = shape_settings(n_layers, dim, {})["n_heads"]
+        assert dim % (2 * heads) == 0
+        assert heads % 2 == 0  # two key/value heads
+
+
+def test_the_flags_of_a_run():
+    plan = plan_for(TEXT, MODELS[3], 0.2)
+    flags = run_flags(plan)
+    assert flags["max_steps"] == plan.steps
+    assert plan.steps / flags["eval_interval"] <= EVALUATIONS
+    assert optimizer_flags(MODELS[3], muon=True)["muon_learning_rate"] == 0.03
+    wide = [optimizer_flags(each, muon=False)["learning_rate"] for each in MODELS]
+    assert wide == sorted(wide, reverse=True)
+    assert [weight_decay(passes) for passes in (1, 5, 30)] == [0.1, 0.2, 0.5]

@@ -1,0 +1,85 @@
+"""The environment variables of run_accelerate.sh."""
+
+import pytest
+from conftest import REPOSITORY
+
+from common.errors import UsageError
+from training.arguments import DistillationArguments, SFTArguments, TrainingArguments
+from training.request import Request
+
+SEVERAL = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"ENGINE": "zero4"}, "ENGINE=zero4 does not exist: choose one of ddp fp16"),
+        ({"ENGINE": "zero3", "CONFIG": "my.yaml"}, "set either"),
+        ({"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
+        ({"STAGE": "distill", "DATA": "x"}, "STAGE=distill does not use DATA"),
+        ({"STAGE": "sft", "PREPARE_FLAGS": "--reuse"}, "does not use PREPARE_FLAGS"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT (below 65536) cannot be 1, 0 and 70000"),
+        ({"MASTER_PORT": "many"}, "MASTER_PORT must be a number, not 'many'"),
+        ({"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "cannot be 1, 1 and 0"),
+        ({"MASTER_ADDR": "node1"}, "set NUM_MACHINES too"),
+        ({"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "cannot resolve 'no name'"),
+        *(({"MINUTES": text}, "MINUTES must be a positive number") for text in ("0", "nan", "ten")),
+    ],
+)
+def test_variables_that_cannot_work_are_refused(environ, says):
+    with pytest.raises(UsageError) as refused:
+        Request(environ, [])
+    assert says in str(refused.value)
+
+
+def test_a_stage_is_a_program():
+    kinds = [Request({"STAGE": stage}, []).kind for stage in ("", "sft", "distill")]
+    assert kinds == [TrainingArguments, SFTArguments, DistillationArguments]
+    assert Request({"MINUTES": "0.5"}, []).minutes == 0.5
+    assert Request({}, []).minutes is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "processes"),
+    [({}, 0, 1), ({}, 4, 4), (SEVERAL, 8, 16), ({"NUM_PROCESSES": "3"}, 0, 3)],
+)
+def test_a_process_for_each_gpu(environ, gpus, processes):
+    assert Request(environ, []).processes(gpus) == processes
+
+
+@pytest.mark.parametrize("environ", [{"NUM_PROCESSES": "0"}, SEVERAL | {"NUM_PROCESSES": "3"}])
+def test_a_number_of_processes_that_cannot_be_divided_is_refused(environ):
+    with pytest.raises(UsageError, match="cannot be divided among"):
+        Request(environ, []).processes(1)
+
+
+def test_the_words_of_the_launcher():
+    one = Request({"ENGINE": "zero1"}, []).launcher_words(4)
+    assert one == [
+        "--config_file",
+        "configs/zero1.yaml",
+        "--num_processes",
+        "4",
+        "--main_process_port",
+        "0",
+    ]
+    words = Request(SEVERAL | {"MACHINE_RANK": "1"}, []).launcher_words(4)
+    assert words[4:8] == ["--main_process_port", "29500", "--num_machines", "2"]
+    assert words[8:] == [
+        *("--machine_rank", "1", "--main_process_ip", "127.0.0.1"),
+        *("--deepspeed_multinode_launcher", "standard"),
+    ]
+
+
+def test_prepared_data_or_a_text_to_prepare():
+    assert Request({}, ["--data=out/data/mine"]).data_flags() == []
+    with pytest.raises(UsageError, match="give either"):
+        Request({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags()
+    chat = Request({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags()
+    assert chat == ["--conversations", "my.jsonl"]
+    assert Request({"STAGE": "distill"}, []).data_flags() == ["--teacher", "auto"]

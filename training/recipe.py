@@ -1,0 +1,167 @@
+"""The recipe of run_accelerate.sh: the model and the flags that suit a text, a machine and a time.
+
+`choose` measures nothing: it asks a function for the seconds of a step, and is otherwise pure.
+docs/recipe.md has the measurements behind the numbers; `python -m benchmarks.recipe` repeats them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+# Shapes of increasing cost: n_layers, dim.
+SHAPES = (
+    *((2, 64), (2, 96), (3, 96), (3, 128), (3, 160), (4, 192), (4, 256), (6, 256), (6, 384)),
+    *((8, 512), (10, 640), (12, 768), (16, 1024), (24, 1280), (28, 1536), (32, 2048)),
+)
+# A run of 5 million tokens suits a model with a quarter as many parameters. In longer runs the
+# tokens per parameter rise to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
+TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 4, 0.286, 20
+# A batch of 4,096 tokens suits a run of 5 million tokens. It doubles when the run grows fourfold.
+BATCH, BATCH_RISE, LEAST_STEPS = 4096, 0.5, 200
+MIN_STEPS = 20  # if there is no time for more
+# A repeated token is worth less with every pass, by 1/e in 15: https://arxiv.org/abs/2305.16264
+WORTH_PASSES = 15.4
+EVALUATIONS = 4  # validations in a run
+LOG_LINES = 50
+
+
+@dataclass(frozen=True)
+class Task:
+    """The data of a run, and the time for it."""
+
+    seconds: float  # for training steps and validations
+    tokens: float  # training tokens of one pass over the text
+    most_passes: float  # after which a model only learns the text by heart
+    copies: int = 1  # segmentations of the text in an epoch, see data/encoding.py
+    validation_tokens: float = 0  # in one validation
+    processes: int = 1
+    typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that a run may train."""
+
+    settings: dict[str, int]  # flags of the model
+    parameters: int
+    flops: float  # model FLOPs per token
+    length: float  # tokens per sequence
+    rows: int  # sequences of a process in one micro-batch
+
+    @property
+    def name(self) -> str:
+        """The shape in words, with the number of parameters."""
+        layers = f"{self.settings['n_layers']} layers of dim {self.settings['dim']}"
+        return f"{layers} ({self.parameters / 1e6:.3g} million parameters)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, and the run that fits into the time."""
+
+    model: Candidate
+    step_seconds: float
+    accumulation: int
+    steps: int
+    tokens: float  # of the whole run
+    passes: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.steps / self.step_seconds
+
+    @property
+    def excess(self) -> float:
+        """Tokens per parameter, divided by those that suit the run: above 1 the model is small."""
+        suits = TOKENS_PER_PARAMETER * (self.tokens / TOKENS) ** RISE
+        worth = self.tokens
+        if self.passes > 1:
+            repeats = WORTH_PASSES * -math.expm1((1 - self.passes) / WORTH_PASSES)
+            worth = self.tokens / self.passes * (1 + repeats)
+        return worth / self.model.parameters / min(suits, MOST_PER_PARAMETER)
+
+
+def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, int]:
+    """Return the model flags of a shape. Typed flags override them."""
+    dim = typed.get("dim", dim)
+    heads = [n for n in range(max(4, dim // 64), 1, -1) if n % 2 == 0 and dim % (2 * n) == 0]
+    length = 256 if dim < 384 else 512 if dim < 640 else 1024
+    settings = {"n_layers": n_layers, "dim": dim, "n_heads": heads[0] if heads else 4}
+    return {k: typed.get(k, v) for k, v in (settings | {"max_seq_len": length}).items()}
+
+
+def choose(
+    task: Task, models: list[Candidate], seconds: Callable[[Candidate], float], first: int = 0
+) -> Plan:
+    """Return the plan whose tokens per parameter suit the run best, among models of rising size.
+    `seconds` returns the time of a step with one micro-batch. It is called for the model `first`
+    and then for its neighbours, until the best size lies between two models."""
+    plans: dict[int, Plan] = {}
+    index = first
+    while 0 <= index < len(models) and index not in plans:
+        plan = plan_for(task, models[index], seconds(models[index]))
+        fixed = {"batch_size", "max_steps", "epochs"} & task.typed.keys()
+        if plan.steps < LEAST_STEPS and plan.model.rows > 1 and not fixed:
+            fewer = replace(plan.model, rows=max(1, plan.model.rows * plan.steps // LEAST_STEPS))
+            plan = plan_for(task, fewer, seconds(fewer))
+        plans[index] = plan
+        index += 1 if plan.excess > 1 else -1
+    return min(plans.values(), key=lambda plan: abs(math.log(plan.excess)))
+
+
+def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
+    """Return the run of a model. `seconds` is the time of a step with one micro-batch."""
+    typed, together = task.typed, model.rows * model.length * task.processes  # tokens
+    # Validation only passes forward, in a third of the time.
+    affordable = together / seconds * task.seconds - EVALUATIONS * task.validation_tokens / 3
+    tokens = max(MIN_STEPS * together, min(affordable, task.most_passes * task.tokens))
+    batch = min(BATCH * max(1, tokens / TOKENS) ** BATCH_RISE, tokens / LEAST_STEPS)
+    accumulation = typed.get("accumulation_steps", max(1, round(batch / together)))
+    steps = max(1, int(tokens / together / accumulation))
+    if "epochs" in typed:
+        steps = math.ceil(typed["epochs"] * task.copies * task.tokens / together / accumulation)
+    steps = typed.get("max_steps", steps)
+    tokens = steps * accumulation * together
+    return Plan(model, seconds * accumulation, accumulation, steps, tokens, tokens / task.tokens)
+
+
+def run_flags(plan: Plan) -> dict[str, Any]:
+    """Return the flags of batch, steps and intervals."""
+    every = math.ceil(plan.steps / EVALUATIONS)
+    return {
+        "batch_size": plan.model.rows,
+        "accumulation_steps": plan.accumulation,
+        "max_steps": plan.steps,
+        "log_interval": max(1, plan.steps // LOG_LINES),
+        "eval_interval": every,
+        "sample_interval": every,
+        "save_interval": every,
+    }
+
+
+def optimizer_flags(model: Candidate, muon: bool) -> dict[str, Any]:
+    """Return the flags of optimizer and schedule for training from random weights."""
+    # After the warm-up the rates fall in a straight line to 0.
+    schedule = {"lr_schedule": "wsd", "decay_fraction": 1.0, "min_lr_ratio": 0.0}
+    dim = model.settings["dim"]
+    if not muon:
+        return schedule | {"optimizer": "adamw", "learning_rate": rounded(3e-3 * 192 / dim)}
+    rates = {"learning_rate": rounded(0.02 * (128 / dim) ** 0.5)}
+    rates["muon_learning_rate"] = 0.03 if model.parameters < 1e7 else 0.02
+    return schedule | {"optimizer": "muon"} | rates
+
+
+def weight_decay(passes: float) -> float:
+    """Return the weight decay of a run: repeated text needs more."""
+    return rounded(min(0.5, max(0.1, 0.04 * passes)))
+
+
+def fine_tuning_rate(dim: int) -> float:
+    """Return the learning rate of fine-tuning; a narrow model takes a higher one."""
+    return rounded(min(2e-3, 2e-3 * (192 / dim) ** 1.5))
+
+
+def rounded(value: float) -> float:
+    """Return a number with two significant digits."""
+    return float(f"{value:.2g}")
