@@ -25,13 +25,12 @@ from benchmarks.cli import heading, new_parser, numbers, say, table
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.shards import DESCRIPTION_FILE, read_description
 from model import ConfigError
-from training.preflight import MUON
 
 PROGRAM = "benchmarks.distillation"
 OUT = Path("out/benchmarks/distillation")
-# The model of run_accelerate.sh on a CPU, and a teacher with five times its parameters.
-MUON_FLAGS = " ".join(f"--{name} {value}" for name, value in MUON.items())
-BATCH = f"--max_seq_len 256 --batch_size 16 --dtype bfloat16 {MUON_FLAGS}"
+# A student, and a teacher with five times its parameters.
+MUON_FLAGS = "--optimizer muon --learning_rate 1e-2 --lr_schedule wsd --decay_fraction 1"
+BATCH = f"--max_seq_len 256 --batch_size 16 --min_lr_ratio 0 {MUON_FLAGS}"
 STUDENT = "--dim 192 --n_layers 4 --n_heads 4"
 TEACHER = "--dim 384 --n_layers 8 --n_heads 8"
 # Validate on the whole split, only at the end; keep only the last checkpoint.

@@ -14,9 +14,8 @@ from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.shards import read_description
 from model import LMConfig, Transformer
-from training.arguments import TrainingArguments
 
-DATA = TrainingArguments.data  # the built-in text, of 6,400 pieces
+DATA = "out/data/builtin-6400"  # the built-in text, of 6,400 pieces as in MiniMind
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ class Work:
         path = Path(data).absolute()
         if data == DATA and not (path := REPOSITORY / DATA).exists():
             words = [sys.executable, "-m", "scripts.prepare_data", "--out", str(path)]
+            words += ["--vocab_size", "6400"]
             if subprocess.run(words, stdout=sys.stderr, cwd=REPOSITORY).returncode:
                 raise UsageError(f"{path}: the built-in text could not be prepared")
         return replace(self, data=str(path), vocab_size=read_description(path)["vocab_size"])
@@ -90,7 +90,7 @@ class Work:
         return made
 
 
-SIZES = {  # run_accelerate.sh trains "3m" on a CPU and "360m" on a GPU
+SIZES = {  # "360m" is the model of Method 1
     "3m": Work(dim=192, n_layers=4, batch_size=16, seq_len=256, n_heads=4),
     "26m": Work(dim=512, n_layers=8, batch_size=8, seq_len=512),
     "104m": Work(dim=768, n_layers=16, batch_size=8, seq_len=512),

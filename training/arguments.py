@@ -1,6 +1,7 @@
 """Every flag of the training programs: default, meaning and check in one place.
 
-The model's flags are the fields of `LMConfig`. `python tests/flag_table.py` prints docs/flags.md.
+The model's flags are the fields of `LMConfig`. `python tests/flag_table.py` prints the tables of
+docs/flags.md.
 """
 
 import argparse
@@ -47,7 +48,7 @@ class TrainingArguments:
     about: ClassVar[str] = "Pretrain a small Llama-like model on packed tokens."
     dataset: ClassVar[type] = PackedDataset  # the class that reads --data
     teacher = None  # only distillation has this flag; an annotation would make it a field here
-    logged: ClassVar[tuple[str, ...]] = ()  # names of means that the log shows besides the loss
+    logged: ClassVar[tuple[str, ...]] = ()  # averages to log besides the loss, by name
 
     data: str = setting(
         "out/data/builtin", "folder that scripts.prepare_data made", group="data and output"
@@ -92,7 +93,7 @@ class TrainingArguments:
         20, "stop after this many steps in a row with a non-finite gradient", AT_LEAST_1
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
-    tf32: bool = setting(False, "with float32 on NVIDIA GPUs: faster products, in TF32 (11 bits)")
+    tf32: bool = setting(False, "float32 on NVIDIA GPUs: faster matrix products in TF32 (11 bits)")
     compile: str = setting(
         "auto", "torch.compile; 'auto' compiles long runs only", choices=("auto", "on", "off")
     )
@@ -112,20 +113,20 @@ class TrainingArguments:
     log_with: str = setting(
         "tensorboard", f"trackers, separated by commas: {', '.join(TRACKERS)}", TRACKER_LIST
     )
-    eval_interval: int = setting(500, "steps between validations; 0: at the end only", AT_LEAST_0)
+    eval_interval: int = setting(500, "steps between validations; 0: none in between", AT_LEAST_0)
     eval_samples: int = setting(1024, "sequences to validate on, spread evenly; 0: all", AT_LEAST_0)
     save_interval: int = setting(
         1000,
-        "steps between checkpoints, besides the best, the last and those of save_minutes; 0: only "
-        "these",
+        "steps between regular checkpoints; 0: only the best, the last and those of save_minutes, "
+        "which are always saved",
         AT_LEAST_0,
     )
-    save_minutes: float = setting(30.0, "most minutes between checkpoints; 0: no limit", AT_LEAST_0)
-    profile: bool = setting(False, "time and trace one step in every profile_interval steps")
+    save_minutes: float = setting(30.0, "maximum minutes between saves; 0: no limit", AT_LEAST_0)
+    profile: bool = setting(False, "measure and trace one step in every profile_interval steps")
     profile_interval: int = setting(100, "steps between profiled steps", AT_LEAST_1)
-    sample_interval: int = setting(0, "steps between samples; 0: at the end only", AT_LEAST_0)
+    sample_interval: int = setting(0, "steps between samples; 0: none in between", AT_LEAST_0)
     sample_prompt: str | None = setting(None, "prompt (default: start of validation data)", TEXT)
-    sample_tokens: int = setting(100, "most tokens to generate for a sample", AT_LEAST_0)
+    sample_tokens: int = setting(100, "maximum tokens to generate for a sample", AT_LEAST_0)
 
     def __post_init__(self):
         for item in fields(self):
@@ -251,7 +252,7 @@ def build_parser(
     kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
 ) -> argparse.ArgumentParser:
     """Return the parser of a program's training flags (only those in `only`, if given) and of the
-    model's flags. The parser returns only typed flags: the dataclasses have the defaults."""
+    model's flags. It returns only flags that the user gave: the dataclasses have the defaults."""
     prog = f"python {kind.program}"
     parser = OneLineParser(prog=prog, description=kind.about, allow_abbrev=False)
     groups = {}
@@ -291,7 +292,7 @@ def show_default(value) -> str:
 def parse_arguments(
     argv: list[str] | None = None, kind: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
-    """Return the training arguments and the model settings that were typed (not checked here).
+    """Return the training arguments and the model settings that the user gave (not checked here).
     Raises UsageError if a flag is unknown or its value is invalid."""
     return as_arguments(vars(build_parser(kind).parse_args(argv)), kind)
 

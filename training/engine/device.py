@@ -183,7 +183,7 @@ def keep_freed_memory() -> bool:
 
 def use_all_cores() -> None:
     """Divide this machine's cores among its processes, unless the user has set OMP_NUM_THREADS.
-    Launchers set it to 1. Under a launcher, a 1 counts only if the launcher itself has it too."""
+    Launchers set it to 1. Under a launcher, a 1 is the user's only if the launcher's own is set."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
         threads = None
