@@ -165,15 +165,12 @@ class Dial:
         if self.request.machines > 1:
             return self.assumed_seconds(model)
         args, source = self.prepared.args, self.prepared.source
-        flags = self.typed | {"data": args.data, "deepspeed": file_of(args)}
+        flags = self.model_flags(model) | self.typed | {"data": args.data}
         flags |= {"batch_size": model.rows, "accumulation_steps": 1}
         flags |= {"teacher": args.teacher} if args.teacher else {}
-        if self.fixed:
-            flags["init_from"] = str(source.path)
-        else:
-            flags |= model.settings | recipe.optimizer_flags(model, self.muon)
-        if flags["deepspeed"] == "none":
-            del flags["deepspeed"]
+        flags |= {"init_from": str(source.path)} if source else {}
+        if (file := file_of(args)) != "none":
+            flags["deepspeed"] = file
         left_out = ("epochs", "run_name", "resume", "time_limit", "warmup_steps")
         flags = {name: value for name, value in flags.items() if name not in left_out}
         threads = None
@@ -246,14 +243,19 @@ class Dial:
             text += f"; {4 * self.minutes:g} minutes would train {longer.model.name}"
         return text
 
+    def model_flags(self, model: recipe.Candidate) -> dict[str, Any]:
+        """Return the flags that depend on the model alone."""
+        if self.request.stage == "sft":
+            return {"learning_rate": recipe.fine_tuning_rate(model.settings["dim"])}
+        shape = {} if self.fixed else model.settings
+        return shape | recipe.optimizer_flags(model, self.muon)
+
     def flags(self) -> dict[str, Any]:
         """Return the flags to add to those that are typed."""
         plan = self.plan()
         flags = recipe.run_flags(plan)
-        if self.request.stage == "sft":
-            flags["learning_rate"] = recipe.fine_tuning_rate(self.prepared.config.dim)
-        elif not self.fixed:
-            flags |= plan.model.settings | recipe.optimizer_flags(plan.model, self.muon)
+        flags |= self.model_flags(plan.model)
+        if self.request.stage != "sft":
             flags["weight_decay"] = recipe.weight_decay(plan.passes)
         if "epochs" in self.typed:
             del flags["max_steps"]
