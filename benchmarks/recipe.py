@@ -1,6 +1,6 @@
 """Measure which shape trains best in a given time, to check training/recipe.py.
 
-    python -m benchmarks.recipe --data out/data/builtin --minutes 2,8 --shapes 3x96,3x128,4x192
+    python -m benchmarks.recipe --data out/data/builtin --minutes 2,8 --shapes 3x128,3x160,4x192
 
 Each shape first trains for a few steps, to measure its speed, and then for the steps that fit into
 the time, without a start and validations. The cores must be free. Finished runs are kept.
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
         data = Path("out/data/builtin")
         add("--data", nargs="+", type=Path, default=[data], help="folders of prepared data")
         add("--minutes", type=numbers, default=[1, 2, 4, 8, 16], help="minutes of training")
-        add("--shapes", type=names(NAMES), default=list(NAMES)[:7], help="layers x dim, of SHAPES")
+        add("--shapes", type=names(NAMES), default=list(NAMES)[1:5], help="layers x dim, of SHAPES")
         add("--seeds", type=numbers, default=[1])
         add("--flags", default="", help="more training flags, such as other rates")
         args = parser.parse_args(argv)
