@@ -93,7 +93,7 @@ class TrainingArguments:
         20, "stop after this many steps in a row with a non-finite gradient", AT_LEAST_1
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
-    tf32: bool = setting(False, "float32 on NVIDIA GPUs: faster matrix products in TF32 (11 bits)")
+    tf32: bool = setting(False, "float32 on NVIDIA GPUs: faster matrix products, rounded to TF32")
     compile: str = setting(
         "auto", "torch.compile; 'auto' compiles long runs only", choices=("auto", "on", "off")
     )
@@ -113,7 +113,9 @@ class TrainingArguments:
     log_with: str = setting(
         "tensorboard", f"trackers, separated by commas: {', '.join(TRACKERS)}", TRACKER_LIST
     )
-    eval_interval: int = setting(500, "steps between validations; 0: none in between", AT_LEAST_0)
+    eval_interval: int = setting(
+        500, "steps between validations; 0: none while training", AT_LEAST_0
+    )
     eval_samples: int = setting(1024, "sequences to validate on, spread evenly; 0: all", AT_LEAST_0)
     save_interval: int = setting(
         1000,
@@ -124,7 +126,7 @@ class TrainingArguments:
     save_minutes: float = setting(30.0, "maximum minutes between saves; 0: no limit", AT_LEAST_0)
     profile: bool = setting(False, "measure and trace one step in every profile_interval steps")
     profile_interval: int = setting(100, "steps between profiled steps", AT_LEAST_1)
-    sample_interval: int = setting(0, "steps between samples; 0: none in between", AT_LEAST_0)
+    sample_interval: int = setting(0, "steps between samples; 0: none while training", AT_LEAST_0)
     sample_prompt: str | None = setting(None, "prompt (default: start of validation data)", TEXT)
     sample_tokens: int = setting(100, "maximum tokens to generate for a sample", AT_LEAST_0)
 

@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# Shapes of increasing cost: n_layers, dim. The first one is for a few seconds, or a student: below
-# 3 layers of dim 128 a smaller model is faster, but learns less in the same time.
+# Shapes of increasing cost: n_layers, dim. The first is for runs of a few seconds and for students.
+# No model smaller than 3 layers of dim 128 learned more in the same time.
 SHAPES = (
     *((2, 64), (3, 128), (3, 160), (4, 192), (4, 256), (6, 256), (6, 384), (8, 512), (10, 640)),
     *((12, 768), (16, 1024), (24, 1280), (28, 1536), (32, 2048)),
 )
-# A run of 5 million tokens suits a model with a quarter as many parameters. In longer runs the
-# tokens per parameter rise to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
+# A run of 5 million tokens suits a model of 1.25 million parameters: 4 tokens per parameter. In
+# longer runs the ratio rises to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 4, 0.286, 20
 # A batch of 4,096 tokens suits a run of 5 million tokens. It doubles when the run grows fourfold.
 BATCH, BATCH_RISE, LEAST_STEPS = 4096, 0.5, 200
-MIN_STEPS = 20  # if there is no time for more
-# A repeated token is worth less with every pass, by 1/e in 15: https://arxiv.org/abs/2305.16264
+MIN_STEPS = 20  # even if the time is too short for them
+# The worth of a repeated pass falls to 1/e after 15 passes: https://arxiv.org/abs/2305.16264
 WORTH_PASSES = 15.4
 EVALUATIONS = 4  # validations in a run
 LOG_LINES = 50
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def excess(self) -> float:
-        """Tokens per parameter, divided by those that suit the run: above 1 the model is small."""
+        """Tokens per parameter over those that suit the run; above 1, the model is too small."""
         suits = TOKENS_PER_PARAMETER * (self.tokens / TOKENS) ** RISE
         worth = self.tokens
         if self.passes > 1:
@@ -96,8 +96,8 @@ def choose(
     task: Task, models: list[Candidate], seconds: Callable[[Candidate], float], first: int = 0
 ) -> Plan:
     """Return the plan whose tokens per parameter suit the run best, among models of rising size.
-    `seconds` returns the time of a step with one micro-batch. It is called for the model `first`
-    and then for its neighbours, until the best size lies between two models."""
+    `seconds` returns the time of a step with one micro-batch. It is called for models[first],
+    then for the next larger or smaller model, until two neighbours enclose the best size."""
     plans: dict[int, Plan] = {}
     index = first
     while 0 <= index < len(models) and index not in plans:

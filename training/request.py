@@ -84,7 +84,7 @@ class Request:
         """Return the path of Accelerate's configuration file."""
         engine, own = self.get("ENGINE"), self.get("CONFIG")
         if engine and own:
-            raise UsageError("ENGINE names a file in configs/, CONFIG your own file: set either")
+            raise UsageError("ENGINE names a file in configs/, CONFIG your own file: set only one")
         if not engine:
             return own or "accelerate_config.yaml"
         names = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -97,9 +97,8 @@ class Request:
         """Return the number of processes on all machines. Each machine has `gpus` GPUs."""
         count = self._count("NUM_PROCESSES", self.machines * max(1, gpus))
         if count < 1 or count % self.machines:
-            counts = "NUM_PROCESSES counts the processes of all machines"
-            divided = f"{count} cannot be divided among {self.machines}"
-            raise UsageError(f"{counts}: {divided}")
+            must = f"must be a positive multiple of NUM_MACHINES ({self.machines})"
+            raise UsageError(f"NUM_PROCESSES {must}, not {count}")
         return count
 
     def launcher_words(self, processes: int) -> list[str]:
@@ -123,8 +122,8 @@ class Request:
         text, more = self.get("DATA", "builtin"), self.get("PREPARE_FLAGS")
         if named:
             if self.get("DATA") or more:
-                either = "--data names prepared data, DATA and PREPARE_FLAGS prepare data"
-                raise UsageError(f"{either}: give either")
+                both = "--data (prepared data), or DATA and PREPARE_FLAGS (text to prepare)"
+                raise UsageError(f"use {both}, not both")
             return []
         folder = str(default_out(text, more))
         command = [sys.executable, "-m", "scripts.prepare_data", "--data", text, "--out", folder]

@@ -54,9 +54,13 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
     ("flags", "environ", "says"),
     [
         ("--dim 7", {}, "dim 7 is not divisible by n_heads 4"),
-        ("--data out/data/none", {}, "--data names prepared data, DATA and"),
+        ("--data out/data/none", {}, "use --data (prepared data), or DATA"),
         ("", {"ENGINE": "zero4"}, "ENGINE=zero4 does not exist: choose one of ddp fp16"),
-        ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "localhost"}, "1 cannot be divided among 2"),
+        (
+            "",
+            {"NUM_MACHINES": "2", "MASTER_ADDR": "localhost"},
+            "multiple of NUM_MACHINES (2), not 1",
+        ),
     ],
 )
 def test_a_mistake_is_refused_in_one_line_before_anything_is_launched(
