@@ -55,11 +55,11 @@ def test_more_time_or_speed_trains_a_larger_model_on_more_tokens():
 
 def test_two_cores_train_three_layers_of_128_in_three_minutes_as_measured():
     """docs/recipe.md: the best of 16 shapes at 42,000 tokens/s."""
-    speed = at(42_000 * 6 * MODELS[1].parameters)
+    speed = at(42_000 * 6 * MODELS[0].parameters)
     assert name(choose(replace(TEXT, seconds=120), MODELS, speed)) == (3, 128)
 
 
-@pytest.mark.parametrize("first", [0, 5, len(SHAPES) - 1])
+@pytest.mark.parametrize("first", [0, 4, len(SHAPES) - 1])
 def test_the_choice_does_not_depend_on_the_first_guess(first):
     assert choose(TEXT, MODELS, at(2e11), first) == choose(TEXT, MODELS, at(2e11), 3)
 
@@ -69,15 +69,15 @@ def test_only_neighbours_of_a_good_guess_are_measured():
 
     def seconds(model: Candidate) -> float:
         asked.append(model)
-        return at(2e11)(model)
+        return at(2e12)(model)
 
-    best = choose(TEXT, MODELS, at(2e11))
+    best = choose(TEXT, MODELS, at(2e12))
     choose(TEXT, MODELS, seconds, first=MODELS.index(best.model))
-    assert len(asked) == 2
+    assert len(asked) == 2  # the best and one neighbour
 
 
 def test_steps_and_validations_fill_the_time():
-    plan = plan_for(TEXT, MODELS[1], seconds=0.2)
+    plan = plan_for(TEXT, MODELS[0], seconds=0.2)
     validations = EVALUATIONS * TEXT.validation_tokens / 3 / plan.tokens_per_second
     assert plan.steps * plan.step_seconds + validations == pytest.approx(TEXT.seconds, rel=0.01)
 
@@ -98,7 +98,7 @@ def test_a_batch_leaves_200_steps_on_any_number_of_gpus():
 
 def test_a_long_run_has_a_larger_batch():
     short, long = (
-        plan_for(replace(TEXT, seconds=s, tokens=1e9), MODELS[1], 0.1) for s in (60, 6000)
+        plan_for(replace(TEXT, seconds=s, tokens=1e9), MODELS[0], 0.1) for s in (60, 6000)
     )
     assert (short.accumulation, long.accumulation) == (1, 7)
 
@@ -116,7 +116,7 @@ def test_without_time_a_few_steps_are_taken():
     ],
 )
 def test_typed_flags_win_one_by_one(typed, steps, accumulation):
-    plan = plan_for(replace(TEXT, typed=typed), MODELS[1], 0.2)
+    plan = plan_for(replace(TEXT, typed=typed), MODELS[0], 0.2)
     assert (plan.steps, plan.accumulation) == (steps, accumulation)
 
 
@@ -130,11 +130,11 @@ def test_a_typed_width_gets_heads_that_divide_it():
 
 
 def test_the_flags_of_a_run():
-    plan = plan_for(TEXT, MODELS[1], 0.2)
+    plan = plan_for(TEXT, MODELS[0], 0.2)
     flags = run_flags(plan)
     assert flags["max_steps"] == plan.steps
     assert plan.steps / flags["eval_interval"] <= EVALUATIONS
-    assert optimizer_flags(MODELS[1], muon=True)["muon_learning_rate"] == 0.03
+    assert optimizer_flags(MODELS[0], muon=True)["muon_learning_rate"] == 0.03
     wide = [optimizer_flags(each, muon=False)["learning_rate"] for each in MODELS]
     assert wide == sorted(wide, reverse=True)
     assert [weight_decay(passes) for passes in (1, 5, 30)] == [0.1, 0.2, 0.5]

@@ -121,7 +121,10 @@ class Dial:
         """Return the models to choose from, in the order of their size."""
         if self.fixed:
             return [self.candidate({})]
-        settings = [recipe.shape_settings(*shape, self.typed) for shape in recipe.SHAPES]
+        shapes = recipe.SHAPES
+        if self.prepared.teacher:
+            shapes = recipe.SMALL_SHAPES + shapes
+        settings = [recipe.shape_settings(*shape, self.typed) for shape in shapes]
         if self.prepared.teacher:
             length = self.prepared.config.max_seq_len
             settings = [each | {"max_seq_len": length} for each in settings]
