@@ -202,15 +202,15 @@ def test_a_run_to_resume_gives_the_flags_that_are_not_typed(flags, run_of):
     assert saved_flags({"batch_size": 24}, TrainingArguments) == {}
 
 
-def room_for(batch_size: int, processes: int) -> int:
+def room_for(batch_size: int) -> int:
     """Bytes that a GPU must have free for a micro-batch of the tiny model under ZeRO-2."""
     args, _ = parse_arguments(["--batch_size", str(batch_size)])
     work = Workload(
         args=args,
         shapes=shapes_of(CONFIG, args),
-        processes=processes,
+        processes=1,
         device=torch.device("cuda"),
-        compiled=True,
+        compiled=False,
     )
     needed = estimate(kind_of(read_config("ds_config.json"), CONFIG.dim), work)
     return int(needed.held + needed.teacher + needed.working * MARGIN + OVERHEAD) + 1
@@ -220,7 +220,7 @@ def room_for(batch_size: int, processes: int) -> int:
     ("wanted", "less", "rows"), [(768, 0, 768), (768, 2, 767), (10**4, 0, 1024)]
 )
 def test_on_a_gpu_the_micro_batch_fits_and_keeps_it_busy(flags, monkeypatch, wanted, less, rows):
-    free = room_for(wanted, 3) - less
+    free = room_for(wanted) - less
     free = [free + GIB, free, free + GIB, 0]  # the last GPU is not used
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
     monkeypatch.setattr(dial, "available_memory", lambda device, processes: free[device.index])
@@ -263,7 +263,7 @@ def test_more_minutes_take_more_steps_of_the_chosen_model(packed, monkeypatch, c
     assert f"recipe: 1 minutes for {chosen[0]['n_layers']} layers of dim {chosen[0]['dim']}" in said
     assert "4 minutes would train" in said
     assert {flags["deepspeed"] for flags in asked} == {"ds_config.json"}
-    assert all(flags["accumulation_steps"] == 1 for flags in asked)
+    assert {flags["data"] for flags in asked} == {str(packed)}
 
 
 def test_a_text_that_is_too_small_for_the_time_is_named(packed, monkeypatch, capsys):
@@ -284,16 +284,66 @@ def test_flags_that_decide_everything_are_not_measured(flags, monkeypatch):
 
 def test_several_machines_choose_the_same_without_measuring(packed, monkeypatch):
     asked = pretend(monkeypatch, seconds=1)
+    monkeypatch.setattr(dial, "should_compile", lambda *_: True)
     place = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
     monkeypatch.setattr(os, "environ", os.environ | place)
-    typed = ["--data", str(packed)]
-    first, second = (
-        dial_of(typed, monkeypatch, 4, "configs/multi_node.yaml", MACHINE_RANK=rank, **place)
-        for rank in ("0", "1")
-    )
-    second.started -= 30  # this machine began earlier
-    assert first.flags() == second.flags()
+    typed, chosen = ["--data", str(packed)], []
+    for rank in ("0", "1"):
+        place["MACHINE_RANK"] = rank
+        made = dial_of(typed, monkeypatch, 4, "configs/multi_node.yaml", **place)
+        made.started -= 30 * int(rank)  # the second machine began earlier
+        chosen.append(made.flags())
+    assert chosen[0] == chosen[1]
     assert asked == []
+
+
+@pytest.fixture
+def weights(packed, tmp_path) -> str:
+    """A folder with the weights of a tiny model."""
+    folder = tmp_path / "weights"
+    save_portable(folder, CONFIG, dict(Transformer(CONFIG).named_parameters()))
+    shutil.copy(packed / TOKENIZER_FILE, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "says"),
+    [
+        ({}, "--data {packed} --n_kv_heads 4", "3 layers of dim 128"),
+        ({}, "--data {packed} --n_heads 6", "of dim 192"),
+        ({}, "--data {packed} --dim 48 --deepspeed ds_config.json", "3 layers of dim 48"),
+        ({}, "--data {packed} --init_from {weights}", "1 layers of dim 32"),
+        ({"STAGE": "sft", "CHAT": "{chat}"}, "--init_from {weights}", "1 layers of dim 32"),
+        ({"STAGE": "distill", "TEACHER": "{weights}"}, "--data {packed}", "2 layers of dim 64"),
+        (
+            {"STAGE": "distill", "TEACHER": "{weights}"},
+            "--data {packed} --init_from {weights}",
+            "1 layers of dim 32",
+        ),
+    ],
+)
+def test_every_stage_measures_real_steps(
+    packed, weights, tmp_path, monkeypatch, capsys, environ, words, says
+):
+    chat = tmp_path / "chat.jsonl"
+    rows = [json.dumps({"prompt": f"{i}?", "response": "1 + 1"}) for i in range(40)]
+    chat.write_text("\n".join(rows), encoding="utf-8")
+    monkeypatch.setattr(dial, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(dial, "should_compile", lambda *_: False)
+    names = {"packed": packed, "weights": weights, "chat": chat}
+    here = {k: v.format(**names) for k, v in environ.items()} | {"MINUTES": "0.1"}
+    engine = {} if "--deepspeed" in words else {"ENGINE": "ddp"}
+    monkeypatch.setattr(os, "environ", os.environ | here | engine)
+    try:
+        arguments = main(words.format(**names).split())
+    finally:
+        for folder in REPOSITORY.glob("out/data/chat-*-chat"):
+            shutil.rmtree(folder)
+    said = capsys.readouterr().out
+    assert says in said
+    assert "tokens/s expected" in said, "the speed was assumed"
+    assert "which is little" in said
+    assert any(word.startswith("--max_steps=") for word in arguments)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])

@@ -9,7 +9,8 @@ import io
 import os
 import shlex
 import sys
-from contextlib import redirect_stdout
+import time
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,8 @@ def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[st
     known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
     saved = read_settings(start.folder.settings).get("model", {}) | saved_arguments(start.folder)
     of_launch = {"resume", "run_name", "out_dir", "init_from", "teacher", "data", "deepspeed"}
-    names = known - of_launch - flags.keys()
+    of_launch |= {"time_limit"}
+    names = known - of_launch - flags.keys() - ({"max_steps"} if "epochs" in flags else set())
     return {k: v for k, v in saved.items() if k in names and v is not None}
 
 
@@ -102,11 +104,24 @@ def as_words(flags: dict[str, Any]) -> list[str]:
     return words
 
 
+def smallest_shape(typed: dict[str, Any]) -> dict[str, int]:
+    """Return the model flags of the smallest shape that the typed flags fit, or of the smallest."""
+    heads = {name: typed[name] for name in ("n_kv_heads", "head_dim") if name in typed}
+    for shape in recipe.SHAPES:
+        settings = recipe.shape_settings(*shape, typed)
+        with suppress(ConfigError):
+            LMConfig(**settings | heads)
+            return settings
+    return recipe.shape_settings(*recipe.SHAPES[0], typed)
+
+
 def main(words: list[str]) -> list[str]:
     """Return the launcher's arguments. Raises UsageError, ConfigError or DataError if the launch
     cannot work."""
     request = Request(os.environ, words)
+    begun = time.time()
     words = [*request.data_flags(), *words]
+    preparing = time.time() - begun
     if request.get("ENGINE") == "fp16":
         words = ["--dtype", "float16", *words]
     typed = vars(build_parser(request.kind).parse_args(words))
@@ -119,18 +134,19 @@ def main(words: list[str]) -> list[str]:
     if not added:
         shape = {}  # the smallest one, until the shape is chosen
         if request.stage != "sft" and not typed.get("init_from"):
-            shape = recipe.shape_settings(*recipe.SHAPES[0], typed)
+            shape = smallest_shape(typed)
         if request.stage == "distill":
-            del shape["max_seq_len"]  # the teacher decides it
+            shape.pop("max_seq_len", None)  # the teacher decides it
         prepared, deepspeed = check(typed | shape)
-        added = Dial(request, prepared, deepspeed, typed, processes).flags()
+        added = Dial(request, prepared, deepspeed, typed, processes, preparing).flags()
     check(typed | added)
     print(f"starting {counted(processes, 'processes')}; PyTorch and DeepSpeed are loaded again")
     return [*request.launcher_words(processes), request.kind.program, *as_words(added), *words]
 
 
 if __name__ == "__main__":
+    # stdout is for the arguments. Libraries written in C++ may print there too.
+    output = os.dup(1)
+    os.dup2(2, 1)
     with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
-        with redirect_stdout(sys.stderr):
-            arguments = main(sys.argv[1:])
-        print(shlex.join(arguments))
+        os.write(output, shlex.join(main(sys.argv[1:])).encode())

@@ -37,6 +37,7 @@ class Task:
     most_passes: float  # after which a model only learns the text by heart
     copies: int = 1  # segmentations of the text in an epoch, see data/encoding.py
     validation_tokens: float = 0  # in one validation
+    sequences: float | None = None  # of a step on all processes; None: by the tokens of the run
     processes: int = 1
     typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
 
@@ -87,7 +88,9 @@ class Plan:
 def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, int]:
     """Return the model flags of a shape. Typed flags override them."""
     dim = typed.get("dim", dim)
-    heads = [n for n in range(max(4, dim // 64), 1, -1) if n % 2 == 0 and dim % (2 * n) == 0]
+    kv_heads, most = typed.get("n_kv_heads", 2), max(4, dim // 64)
+    counts = range(max(kv_heads, most - most % kv_heads), 0, -kv_heads)
+    heads = [n for n in counts if dim % (2 * n) == 0]
     length = 256 if dim < 384 else 512 if dim < 640 else 1024
     settings = {"n_layers": n_layers, "dim": dim, "n_heads": heads[0] if heads else 4}
     return {k: typed.get(k, v) for k, v in (settings | {"max_seq_len": length}).items()}
@@ -119,6 +122,8 @@ def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
     affordable = together / seconds * task.seconds - EVALUATIONS * task.validation_tokens / 3
     tokens = max(MIN_STEPS * together, min(affordable, task.most_passes * task.tokens))
     batch = min(BATCH * max(1, tokens / TOKENS) ** BATCH_RISE, tokens / LEAST_STEPS)
+    if task.sequences:
+        batch = task.sequences * model.length
     accumulation = typed.get("accumulation_steps", max(1, round(batch / together)))
     steps = max(1, int(tokens / together / accumulation))
     if "epochs" in typed:

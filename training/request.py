@@ -116,7 +116,7 @@ class Request:
         conversations, because it knows the tokenizer. Raises UsageError if preparing fails."""
         named = any(word.partition("=")[0] == "--data" for word in self.flags)
         if self.stage == "sft":
-            return [] if named else ["--conversations", self.get("CHAT", "builtin")]
+            return ["--conversations", self.get("CHAT", "builtin")]
         if self.stage == "distill":  # the teacher decides the data
             return ["--teacher", self.get("TEACHER", "auto")]
         text, more = self.get("DATA", "builtin"), self.get("PREPARE_FLAGS")
