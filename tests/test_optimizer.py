@@ -5,6 +5,7 @@ import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from common.errors import UsageError
 from model import LMConfig, Transformer
 from training import optimizer as module
 from training.arguments import TrainingArguments, parse_arguments
+from training.engine.launch import Engine
 from training.optimizer import (
     MAX_DEFAULT_WARMUP,
     NEWTON_SCHULZ,
@@ -113,7 +115,8 @@ def tiny(**settings) -> Transformer:
 
 
 def build(model: Transformer, args: TrainingArguments = ARGS, deepspeed: dict | None = None):
-    return build_optimizer(model, args, deepspeed)
+    engine = Engine(SimpleNamespace(process_index=0), "any engine", deepspeed)
+    return build_optimizer(model, args, engine)
 
 
 def names_in(model: Transformer, groups: list[dict]) -> list[set[str]]:

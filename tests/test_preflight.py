@@ -357,14 +357,6 @@ def test_engines_that_support_muon_get_muon(name, flags, monkeypatch):
     assert "muon_learning_rate" not in added
 
 
-def test_steps_are_measured_and_leave_nothing(flags, tmp_path, monkeypatch):
-    typed = vars(build_parser().parse_args([*flags, "--deepspeed", "ds_config.json"]))
-    monkeypatch.setattr(dial, "MEASURED_SECONDS", 0.0)
-    before = {*os.environ}, sorted(tmp_path.rglob("*"))
-    assert dial.step_seconds(TrainingArguments, typed, compiled=False, threads=None) > 0
-    assert ({*os.environ}, sorted(tmp_path.rglob("*"))) == before
-
-
 def test_a_launch_that_cannot_work_exits_with_code_2_and_an_empty_stdout(tmp_path):
     """The command is that of run_accelerate.sh."""
     ended = subprocess.run(

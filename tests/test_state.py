@@ -31,7 +31,7 @@ class Trainee:
         if lora:
             add_lora(model, **lora)
         engine = Engine(accelerator, "single process", deepspeed=None)
-        optimizer = build_optimizer(model, args, engine.deepspeed)
+        optimizer = build_optimizer(model, args, engine)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.state = TrainingState(engine, self.model, self.optimizer)
 

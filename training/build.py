@@ -68,7 +68,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
         compile_blocks(model)
     # DDP would broadcast this buffer of complex numbers, which NCCL cannot send.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["pos_cis"])
-    optimizer = build_optimizer(model, args, engine.deepspeed)
+    optimizer = build_optimizer(model, args, engine)
     try:
         model, optimizer = accelerator.prepare(model, optimizer)
     except (ValueError, AssertionError) as error:  # DeepSpeed rejects its configuration

@@ -20,7 +20,7 @@ import torch
 from common.errors import UsageError
 from common.numbers import available_cores
 from data.shards import CONVERSATIONS
-from model import ConfigError
+from model import ConfigError, LMConfig
 from training import recipe
 from training.arguments import TrainingArguments, as_arguments
 from training.engine.compilation import obstacle, should_compile
@@ -45,7 +45,7 @@ CORE_FLOPS, GPU_PEAK, GPU_SHARE = 5e10, 1e14, 0.3
 MOST_PASSES, MOST_PASSES_SEGMENTED, MOST_PASSES_CHAT = 10, 15, 3
 STUDENT_SHARE = 0.7  # largest student, as a share of the teacher's parameters
 CHAT_BATCH = 16  # conversations of a process in a step
-MEASURED_SECONDS, MOST_STEPS = 1.5, 20  # but at least two steps
+MEASURED_SECONDS = 1.5  # but at least two steps
 # With so many steps, `report` is never due, and --compile auto compiles.
 QUIET = {"log_with": "none", "max_steps": 10**9, "save_interval": 0, "save_minutes": 0.0}
 QUIET |= {"profile": False, "warmup_steps": None, "accumulation_steps": 1}
@@ -89,14 +89,31 @@ def run_steps(run: Run, train: Callable[[Run], None]) -> list[float]:
             if run.accelerator.device.type == "cuda":
                 torch.cuda.synchronize()
             clock.append(time.perf_counter())
-            enough = clock[-1] - clock[0] > MEASURED_SECONDS and len(clock) > 2
-            if enough or len(clock) > MOST_STEPS:
+            if clock[-1] - clock[0] > MEASURED_SECONDS and len(clock) > 2:
                 return
 
     run.steps, run.end, run.finish = steps, lambda *_: None, lambda: None
     run.validate, run.write_sample = lambda step: None, lambda step: None  # fine-tuning begins so
     train(run)
     return [after - before for before, after in pairwise(clock)]
+
+
+def fitting_shapes(typed: dict[str, Any], shapes=recipe.SHAPES) -> list[dict[str, int]]:
+    """Return the model flags of the shapes that the typed flags fit. Raises ConfigError if the
+    typed flags fit none."""
+    heads = {name: typed[name] for name in ("n_kv_heads", "head_dim") if name in typed}
+    found, problem = [], None
+    for shape in shapes:
+        settings = recipe.shape_settings(*shape, typed)
+        try:
+            LMConfig(**heads | settings)
+        except ConfigError as error:
+            problem = problem or error
+        else:
+            found += [settings] if settings not in found else []
+    if not found:
+        raise problem
+    return found
 
 
 class Dial:
@@ -132,24 +149,15 @@ class Dial:
         self.assumes = known or request.machines > 1
 
     def models(self) -> list[recipe.Candidate]:
-        """Return the models to choose from, in the order of their size. Raises ConfigError if the
-        typed flags fit no shape."""
+        """Return the models to choose from, in the order of their size."""
         if self.fixed:
             return [self.candidate({})]
         typed, shapes, teacher = self.typed, recipe.SHAPES, self.prepared.teacher
         if teacher:
             typed = typed | {"max_seq_len": self.prepared.config.max_seq_len}
             shapes = recipe.SMALL_SHAPES + shapes
-        found, problem = {}, None
-        for shape in shapes:
-            settings = recipe.shape_settings(*shape, typed)
-            try:
-                found[tuple(settings.values())] = self.candidate(settings)
-            except ConfigError as error:  # a typed flag does not fit this shape
-                problem = problem or error
-        if not found:
-            raise problem
-        models = sorted(found.values(), key=lambda model: model.parameters)
+        models = map(self.candidate, fitting_shapes(typed, shapes))
+        models = sorted(models, key=lambda model: model.parameters)
         if teacher:
             most = STUDENT_SHARE * teacher.shapes.num_parameters()
             models = [model for model in models if model.parameters <= most] or models[:1]

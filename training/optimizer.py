@@ -100,9 +100,9 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
 
 
-def build_optimizer(model: nn.Module, args: TrainingArguments, deepspeed: dict | None):
+def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     """Return the optimizer to pass to `accelerator.prepare`; then call `set_muon_layout`. If
-    DeepSpeed's configuration has an "optimizer", return a placeholder with the parameter groups."""
+    DeepSpeed's file has an "optimizer", return a placeholder that holds the parameter groups."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
     groups = parameter_groups(model, args.weight_decay, without=matrices)
@@ -118,7 +118,7 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, deepspeed: dict |
         in_fp32 = args.dtype == "float32" or (torch.cuda.is_available() and not has_bf16())
         dtype = torch.float32 if in_fp32 else torch.bfloat16
         return Muon([by_muon, *(group | adam for group in groups)], args.learning_rate, dtype)
-    if "optimizer" in (deepspeed or {}):
+    if "optimizer" in (engine.deepspeed or {}):
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True, **adam)
 

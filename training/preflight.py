@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,8 @@ from common.errors import UsageError, one_line_errors
 from common.numbers import counted
 from model import ConfigError, LMConfig
 from storage.folder import read_settings
-from training import recipe
 from training.arguments import TrainingArguments, as_arguments, build_parser, flags_of
-from training.dial import Dial
+from training.dial import Dial, fitting_shapes
 from training.engine.device import require_usable_gpu
 from training.engine.launch import check_precision, deepspeed_plugin, set_launch_variables
 from training.log import require_trackers
@@ -104,17 +103,6 @@ def as_words(flags: dict[str, Any]) -> list[str]:
     return words
 
 
-def smallest_shape(typed: dict[str, Any]) -> dict[str, int]:
-    """Return the model flags of the smallest shape that the typed flags fit, or of the smallest."""
-    heads = {name: typed[name] for name in ("n_kv_heads", "head_dim") if name in typed}
-    for shape in recipe.SHAPES:
-        settings = recipe.shape_settings(*shape, typed)
-        with suppress(ConfigError):
-            LMConfig(**settings | heads)
-            return settings
-    return recipe.shape_settings(*recipe.SHAPES[0], typed)
-
-
 def main(words: list[str]) -> list[str]:
     """Return the launcher's arguments. Raises UsageError, ConfigError or DataError if the launch
     cannot work."""
@@ -132,9 +120,9 @@ def main(words: list[str]) -> list[str]:
     check = partial(check_launch, request.config, processes, kind=request.kind)
     added = saved_flags(typed, request.kind)
     if not added:
-        shape = {}  # the smallest one, until the shape is chosen
+        shape = {}
         if request.stage != "sft" and not typed.get("init_from"):
-            shape = smallest_shape(typed)
+            shape = fitting_shapes(typed)[0]  # the smallest one, until the shape is chosen
         if request.stage == "distill":
             shape.pop("max_seq_len", None)  # the teacher decides it
         prepared, deepspeed = check(typed | shape)
