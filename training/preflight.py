@@ -119,7 +119,9 @@ def main(words: list[str]) -> list[str]:
     processes = request.processes(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     check = partial(check_launch, request.config, processes, kind=request.kind)
     added = saved_flags(typed, request.kind)
-    if not added:
+    if added:
+        print(f"resumed: the steps stay {added.get('max_steps', 'as typed')}, whatever MINUTES is")
+    else:
         shape = {}
         if request.stage != "sft" and not typed.get("init_from"):
             shape = fitting_shapes(typed)[0]  # the smallest one, until the shape is chosen
