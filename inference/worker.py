@@ -21,8 +21,8 @@ class Worker:
         self._thread.start()
 
     def submit(self, text: StreamedText) -> None:
-        """Queue a text. The worker's thread calls `text.deliver`, except for "closed": `close`
-        delivers it, and so does any later `submit`, in the thread of its caller."""
+        """Queue a text. The worker's thread calls `text.deliver`. Only "closed" is delivered by
+        the thread that calls `close`, or that calls `submit` after `close`."""
         with self._changed:
             self._waiting = [t for t in self._waiting if not t.finish_reason] + [text]
             self._changed.notify()

@@ -344,6 +344,7 @@ def test_every_stage_measures_real_steps(
     assert "tokens/s expected" in said, "the speed was assumed"
     assert "which is little" in said
     assert any(word.startswith("--max_steps=") for word in arguments)
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])

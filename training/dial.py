@@ -74,6 +74,8 @@ def step_seconds(
                 torch.set_num_threads(threads)
             times = run_steps(run, importlib.import_module(kind.program.removesuffix(".py")).train)
             run.log.close()
+        if torch.distributed.is_initialized():  # only under DeepSpeed
+            importlib.import_module("deepspeed.comm").destroy_process_group()
     return median(times)
 
 

@@ -183,7 +183,8 @@ def keep_freed_memory() -> bool:
 
 def use_all_cores() -> None:
     """Divide this machine's cores among its processes, unless the user has set OMP_NUM_THREADS.
-    Launchers set it to 1. Under a launcher, a 1 is the user's only if the launcher's own is set."""
+    Launchers set it to 1 for their processes. The launcher's own environment then tells whether
+    the user has set it."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
         threads = None
