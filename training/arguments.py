@@ -119,8 +119,8 @@ class TrainingArguments:
     eval_samples: int = setting(1024, "sequences to validate on, spread evenly; 0: all", AT_LEAST_0)
     save_interval: int = setting(
         1000,
-        "steps between regular checkpoints; 0: only the best, the last and those of save_minutes, "
-        "which are always saved",
+        "steps between regular checkpoints; 0: none (the best, the last and those of "
+        "save_minutes are always saved)",
         AT_LEAST_0,
     )
     save_minutes: float = setting(30.0, "maximum minutes between saves; 0: no limit", AT_LEAST_0)

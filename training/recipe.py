@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# Shapes of increasing cost: n_layers, dim. In two minutes on two cores no model smaller than the
-# first one learned more.
+# Shapes of increasing cost: n_layers, dim. In two minutes on two cores no smaller model learned more
+# than the first one.
 SHAPES = (
     *((3, 128), (3, 160), (4, 192), (4, 256), (6, 256), (6, 384), (8, 512), (10, 640), (12, 768)),
     *((16, 1024), (24, 1280), (28, 1536), (32, 2048)),
@@ -21,7 +21,7 @@ SMALL_SHAPES = ((2, 64), (3, 96))  # for students of a small teacher
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 4, 0.286, 20
 # A batch of 4,096 tokens suits a run of 5 million tokens. It doubles when the run grows fourfold.
 BATCH, BATCH_RISE, LEAST_STEPS = 4096, 0.5, 200
-MIN_STEPS = 20  # even if the time is too short for them
+MIN_STEPS = 20  # the fewest to plan, however short the time; LEAST_STEPS only limits the batch
 # The worth of a repeated pass falls to 1/e after 15 passes: https://arxiv.org/abs/2305.16264
 WORTH_PASSES = 15.4
 EVALUATIONS = 4  # validations in a run
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def excess(self) -> float:
-        """Tokens per parameter over those that suit the run; above 1, the model is too small."""
+        """Tokens per parameter divided by those that suit; above 1, the model is too small."""
         suits = TOKENS_PER_PARAMETER * (self.tokens / TOKENS) ** RISE
         worth = self.tokens
         if self.passes > 1:
