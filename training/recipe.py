@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# Shapes of increasing cost: n_layers, dim. In two minutes on two cores no smaller model learned more
-# than the first one.
+# Shapes of increasing cost: n_layers, dim. In two minutes on two cores no smaller model learned
+# more than the first one.
 SHAPES = (
     *((3, 128), (3, 160), (4, 192), (4, 256), (6, 256), (6, 384), (8, 512), (10, 640), (12, 768)),
     *((16, 1024), (24, 1280), (28, 1536), (32, 2048)),
