@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
         data = Path("out/data/builtin")
         add("--data", nargs="+", type=Path, default=[data], help="folders of prepared data")
         add("--minutes", type=numbers, default=[1, 2, 4, 8, 16], help="minutes of training")
-        add("--shapes", type=names(NAMES), default=list(NAMES)[:4], help="layers x dim, of SHAPES")
+        add("--shapes", type=names(NAMES), default=list(NAMES)[:5], help="layers x dim, of SHAPES")
         add("--seeds", type=numbers, default=[1])
         add("--flags", default="", help="more training flags, such as other rates")
         args = parser.parse_args(argv)

@@ -70,7 +70,7 @@ def test_only_neighbours_of_a_good_guess_are_measured():
 
 
 def test_steps_and_validations_fill_the_time():
-    plan = plan_for(TEXT, MODELS[0], seconds=0.2)
+    plan = plan_for(TEXT, MODELS[1], seconds=0.2)
     validations = EVALUATIONS * TEXT.validation_tokens / 3 / plan.tokens_per_second
     assert plan.steps * plan.step_seconds + validations == pytest.approx(TEXT.seconds, rel=0.01)
 
@@ -91,13 +91,13 @@ def test_a_batch_leaves_200_steps_on_any_number_of_gpus():
 
 def test_a_long_run_has_a_larger_batch():
     short, long = (
-        plan_for(replace(TEXT, seconds=s, tokens=1e9), MODELS[0], 0.1) for s in (60, 6000)
+        plan_for(replace(TEXT, seconds=s, tokens=1e9), MODELS[1], 0.1) for s in (60, 6000)
     )
     assert (short.accumulation, long.accumulation) == (1, 7)
 
 
 def test_without_time_a_few_steps_are_taken():
-    assert plan_for(replace(TEXT, seconds=-5), MODELS[0], 0.1).steps == MIN_STEPS
+    assert plan_for(replace(TEXT, seconds=-5), MODELS[1], 0.1).steps == MIN_STEPS
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_without_time_a_few_steps_are_taken():
     ],
 )
 def test_typed_flags_win_one_by_one(typed, steps, accumulation):
-    plan = plan_for(replace(TEXT, typed=typed), MODELS[0], 0.2)
+    plan = plan_for(replace(TEXT, typed=typed), MODELS[1], 0.2)
     assert (plan.steps, plan.accumulation) == (steps, accumulation)
 
 

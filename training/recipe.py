@@ -12,10 +12,21 @@ from typing import Any
 # Shapes of increasing cost: n_layers, dim. In two minutes on two cores no smaller model learned
 # more than the first one.
 SHAPES = (
-    *((3, 128), (3, 160), (4, 192), (4, 256), (6, 256), (6, 384), (8, 512), (10, 640), (12, 768)),
+    *(
+        (3, 96),
+        (3, 128),
+        (3, 160),
+        (4, 192),
+        (4, 256),
+        (6, 256),
+        (6, 384),
+        (8, 512),
+        (10, 640),
+        (12, 768),
+    ),
     *((16, 1024), (24, 1280), (28, 1536), (32, 2048)),
 )
-SMALL_SHAPES = ((2, 64), (3, 96))  # for students of a small teacher
+SMALL_SHAPES = ((2, 64),)  # for students of a small teacher
 # A run of 5 million tokens suits a model of 1.25 million parameters: 4 tokens per parameter. In
 # longer runs the ratio rises to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 4, 0.286, 20
