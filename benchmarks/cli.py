@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: flags, a heading with machine and command, Markdown tables."""
+"""Functions for all benchmarks: flags, a heading with machine and command, Markdown tables."""
 
 import argparse
 import os
@@ -48,7 +48,7 @@ def say(text: str) -> None:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this process's environment variables without those of a launcher."""
+    """Return this process's environment without a launcher's variables, with tools on PATH."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     tools = Path(sys.executable).parent  # DeepSpeed and inductor look for ninja on PATH
     return kept | {"PATH": f"{tools}{os.pathsep}{kept.get('PATH', '')}"}

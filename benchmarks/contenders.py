@@ -1,4 +1,4 @@
-"""The contenders of `benchmarks.throughput`, and the processes that they run in.
+"""The contenders of `benchmarks.throughput`, and the processes in which they run.
 
 Allocator settings, compiled code and peak memory belong to a process. Therefore each contender has
 its own processes. They build the model, take steps on request, and use no CPU between requests.
@@ -51,7 +51,7 @@ class Contender:
 
     family: str  # "ours" or a key of PEERS
     compiled: bool
-    engine: str = "single"  # of ours, a key of ENGINES
+    engine: str = "single"  # a key of ENGINES; peers have only "single"
     processes: int = 1
     variant: str = ""  # a key of VARIANTS, or ALLOCATOR
 
@@ -149,7 +149,7 @@ class Team:
     parent then ends the processes, and the compilers and helpers that they have started.
 
     Args:
-        folder: for the output of the processes.
+        folder: temporary folder for logs and compiled code.
         fresh_compile: see `environments`.
     """
 
@@ -172,7 +172,7 @@ class Team:
     def take(self, steps: int) -> list[dict]:
         """Let all ranks take this number of steps; return their answers, see `take_steps`.
 
-        Raises TeamError if a process failed or ended. All other processes are then ended too.
+        Raises TeamError if a process failed or ended, after ending all other processes.
         """
         answers = {}
         for connection in self._ranks:

@@ -79,13 +79,13 @@ def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
             }
         )
     yield (
-        f"Loader without training, batches of {BATCH_SIZE}; the share without loading ahead.\n\n"
+        f"Loader alone, {BATCH_SIZE} sequences per batch; last column without read-ahead.\n\n"
         f"{table(rows)}"
     )
 
 
 def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
-    """Run scripts.prepare_data on a corpus into the folder out.
+    """Run scripts.prepare_data, which writes into the folder `out`; return its row of the table.
 
     "tokenizer" is the time in seconds until the command wrote the tokenizer. MB are 10^6 bytes of
     UTF-8 text, without the JSON around it. Raises DataError if the command refused the text.
@@ -115,7 +115,7 @@ def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
 
 
 def loader_speed(folder: Path, seq_len: int, num_workers: int, seconds: float) -> float:
-    """Return the tokens/s of the training script's own loader, without training. The clock
+    """Return the tokens/s of the training script's loader, without training. The clock
     starts after the first batch, when the workers are running."""
     train_set = PackedDataset(folder, "train", seq_len)
     batches = endless_batches(train_set, MicroBatchSampler(len(train_set), BATCH_SIZE), num_workers)

@@ -3,11 +3,11 @@
     python -m benchmarks.distillation --data out/data/builtin out/data/chinese_poetry
 
 For each text, a teacher is pretrained first. Then students train with every seed, alone and with
-the teacher. Last, students train alone for as long as the students with the teacher took. All runs
-use the same model, data, batch and order. Each schedule ends with the last step of its run. Bits
-per byte are measured on the validation split.
-Seconds are the number of steps times the median step time of all runs of a kind, so the cores must
-be free. Finished runs are kept and not repeated with the same data and flags.
+the teacher. Last, students train alone for as long as the students with the teacher took. All
+students have the same shape, data and batch. Students with the same seed read the same order. Each
+learning-rate schedule ends with the last step of its run. Bits per byte are measured on the
+validation split. Seconds are the number of steps times the median step time of all runs of a kind,
+so the cores must be free. Finished runs with the same data and flags are not repeated.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from model import ConfigError
 
 PROGRAM = "benchmarks.distillation"
 OUT = Path("out/benchmarks/distillation")
-# A student, and a teacher with five times its parameters.
+# A student, and a teacher with 5 to 6 times its parameters.
 MUON_FLAGS = "--optimizer muon --learning_rate 1e-2 --lr_schedule wsd --decay_fraction 1"
 BATCH = f"--max_seq_len 256 --batch_size 16 --min_lr_ratio 0 {MUON_FLAGS}"
 STUDENT = "--dim 192 --n_layers 4 --n_heads 4"
@@ -46,7 +46,7 @@ class Result(NamedTuple):
     run: Path
     bits_per_byte: float  # on the validation split, at the end
     steps: int
-    step_seconds: float  # median over the log intervals; without validation and the first step
+    step_seconds: float  # median over log intervals, without validations and the first step
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -68,9 +68,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--teacher", default=TEACHER, help=of_model)
     add("--batch", default=BATCH, help="training flags for both models")
     add("--steps", type=int, default=600, help="steps of a student")
-    add("--teacher_steps", type=int, default=1200)
+    add("--teacher_steps", type=int, default=1200, help="steps of the teacher")
     add("--how", default="--temperature 2 --alpha 0.5", help="flags of distillation")
-    add("--seeds", type=numbers, default=[1, 2, 3], help="students' seeds; the teacher's is 0")
+    add("--seeds", type=numbers, default=[1, 2, 3], help="seeds of students; the teacher has 0")
     return parser.parse_args(argv)
 
 
@@ -111,8 +111,8 @@ def step_seconds(results: list[Result]) -> float:
     return statistics.median(result.step_seconds for result in results)
 
 
-def row(name: str, results: list[Result], beside: list[Result] | None = None) -> dict:
-    """Return the table row of one kind of run, over all seeds, with the difference to `beside`."""
+def row(name: str, results: list[Result], others: list[Result] | None = None) -> dict:
+    """Return the table row of one kind of run, over all seeds, with the difference to `others`."""
     found, steps = [result.bits_per_byte for result in results], results[0].steps
     return {
         "": name,
@@ -120,14 +120,14 @@ def row(name: str, results: list[Result], beside: list[Result] | None = None) ->
         "seconds": f"{steps * step_seconds(results):.0f}",
         "bits per byte, by seed": ", ".join(f"{value:.4f}" for value in found),
         "mean": f"{statistics.mean(found):.4f}",
-        "against alone": "" if beside is None else differences(results, beside),
+        "against alone": "" if others is None else differences(results, others),
     }
 
 
-def differences(results: list[Result], beside: list[Result]) -> str:
-    """Return "mean (lowest to highest)" of the differences in bits per byte, seed by seed; negative
-    if `results` are better."""
-    pairs = zip(results, beside, strict=True)
+def differences(results: list[Result], others: list[Result]) -> str:
+    """Return "mean (lowest to highest)" of the differences in bits per byte between the runs of one
+    seed. A negative difference means that `results` are better."""
+    pairs = zip(results, others, strict=True)
     values = [one.bits_per_byte - other.bits_per_byte for one, other in pairs]
     return f"{statistics.mean(values):+.4f} ({min(values):+.4f} to {max(values):+.4f})"
 
@@ -142,8 +142,8 @@ def train(kind: str, data: Path, flags: list[str], seed: int, stage: str = "pret
     """
     description = (data / DESCRIPTION_FILE).read_text(encoding="utf-8")
     inputs = "\0".join([str(data.resolve()), description, QUIET, *flags])
-    mark = hashlib.sha256(inputs.encode()).hexdigest()[:8]
-    run = OUT / f"{data.resolve().name}-{kind}-{mark}-seed{seed}"
+    digest = hashlib.sha256(inputs.encode()).hexdigest()[:8]
+    run = OUT / f"{data.resolve().name}-{kind}-{digest}-seed{seed}"
     if not (run / "weights").exists():
         say(f"{run.name}: {flags[-1]} ...")
         words = [sys.executable, str(REPOSITORY / f"train_{stage}_accelerate.py")]

@@ -35,12 +35,12 @@ from training.interruption import exit_rank
 
 PROGRAM = "benchmarks.engines"
 ENGINES = [DDP.config, *FILES]
-WARMUP = 2  # steps whose traffic is not counted: engines learn the order of the layers
+WARMUP = 2  # steps whose time and traffic do not count: engines learn the order of layers
 NOTE = (
-    "Losses are rank 0's in the last micro-batch of the first and last of {} steps. Memory is the "
-    "largest peak of a process; on a CPU both figures include libraries. Bytes are those that a "
-    "process sends per step, counted by the network device. The last losses lie within {:.1e} of "
-    "each other."
+    "Losses are those of rank 0 in the last micro-batch of the first and of the last of {} steps. "
+    "Memory is the largest peak of a process; on a CPU, measured and expected memory include "
+    "libraries. Bytes are the mean that a process sends per step, counted by the network device. "
+    "The last losses differ by at most {:.1e}."
 )
 # In a new network namespace the loopback device exists, but it is down.
 OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
@@ -127,16 +127,16 @@ def describe(rows: list[dict], steps: int) -> str:
                 "last loss": f"{row['losses'][-1]:.5f}",
                 "seconds per step": f"{row['seconds']:.3f}",
                 "memory, GiB": f"{row['peak'] / GIB:.3f}",
-                "expected, GiB": beside(row["peak_expected"] / GIB, row["peak"] / GIB, 3),
+                "expected, GiB": compare(row["peak_expected"] / GIB, row["peak"] / GIB, 3),
                 "sent, MB": f"{sent:.2f}" if counted else "n/a",
-                "expected, MB": beside(sent_expected, sent) if counted else f"{sent_expected:.2f}",
+                "expected, MB": compare(sent_expected, sent) if counted else f"{sent_expected:.2f}",
             }
         )
     losses = [row["losses"][-1] for row in rows]
     return f"{table(cells)}\n\n{NOTE.format(steps, max(losses) - min(losses))}"
 
 
-def beside(expected: float, measured: float, digits: int = 2) -> str:
+def compare(expected: float, measured: float, digits: int = 2) -> str:
     """Return the expected value and its relative error."""
     return f"{expected:.{digits}f} ({expected / measured - 1:+.1%})"
 
@@ -154,8 +154,8 @@ def loopback_bytes() -> int:
 
 
 def take_steps(out: Path, steps: int, flags: list[str]) -> None:
-    """Train as one rank of an engine. Rank 0 writes the losses, the median seconds of a step, bytes
-    sent per process and step, and the measured and expected peak memory in bytes."""
+    """Train as one rank of an engine. Rank 0 writes to `out`: the losses, the median seconds of a
+    step, and the measured and expected bytes of peak memory and of traffic per process and step."""
     # Load these libraries now, so that they do not count as memory of the model.
     import deepspeed.runtime.zero.muon.muon_optimizer
     import deepspeed.runtime.zero.stage3  # noqa: F401

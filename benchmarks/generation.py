@@ -1,5 +1,5 @@
-"""Compare the generation speed of this project with transformers' `generate`: greedy, with the
-same untrained weights, in turns in one process.
+"""Compare the generation speed of this project with transformers' `generate`. Both decode
+greedily with the same untrained weights, and take turns in one process.
 
     python -m benchmarks.generation --sizes 3m,26m
 
@@ -84,8 +84,8 @@ def contenders(
     llama = llama_of(model, dtype)
     prompts = prompts.to(llama.device)
 
-    def ours(own: Decoder) -> Callable[[], list[list[int]]]:
-        return lambda: generate(own, prompts.tolist(), NEW_TOKENS, Sampling(temperature=0))
+    def ours(prepared: Decoder) -> Callable[[], list[list[int]]]:
+        return lambda: generate(prepared, prompts.tolist(), NEW_TOKENS, Sampling(temperature=0))
 
     def theirs() -> list[list[int]]:
         ids = llama.generate(
@@ -106,8 +106,8 @@ def contenders(
 
 
 def measure(runs: dict[str, Callable], batch_size: int, rounds: int) -> dict[str, str]:
-    """Return the cells of a row: medians over rounds. In each round every contender runs once. The
-    first round does not count. Ratios are computed within a round."""
+    """Return the cells of a row: medians over rounds, and medians of the ratios within a round. In
+    each round every contender runs once. An additional first round warms up and is not timed."""
     texts = {name: run() for name, run in runs.items()}
     speeds = {name: [] for name in runs}
     for _ in range(rounds):

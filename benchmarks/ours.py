@@ -34,7 +34,7 @@ def start_run(flags: list[str]) -> Run:
 
 
 class OurStep:
-    """Takes one optimizer step of the training script per call.
+    """Take one optimizer step of the training script per call of `step`.
 
     Args:
         flags: of the training script.

@@ -60,7 +60,7 @@ def build_litgpt(work: Work) -> nn.Module:
             name="llama-like",
             block_size=config.max_seq_len,
             vocab_size=config.vocab_size,
-            padded_vocab_size=config.vocab_size,  # its default rounds up and adds parameters
+            padded_vocab_size=config.vocab_size,  # litgpt's default is rounded up
             n_layer=config.n_layers,
             n_embd=config.dim,
             n_head=config.n_heads,
@@ -110,7 +110,7 @@ class PeerStep:
     def __init__(self, peer: str, work: Work, compiled: bool, our_allocator: bool):
         use_all_cores()
         if our_allocator and not keep_freed_memory():
-            raise RuntimeError("these allocator settings are glibc's, and this is another library")
+            raise RuntimeError("the allocator settings need glibc, but this is another C library")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         build, self._loss_of = PEERS[peer]
         self._work = work

@@ -3,7 +3,7 @@
     python -m benchmarks.recipe --data out/data/builtin --minutes 2,8 --shapes 3x128,3x160,4x192
 
 Each shape first trains for a few steps, to measure its speed, and then for the steps that fit into
-the time, without a start and validations. The cores must be free. Finished runs are kept.
+the time. Start and validations do not count. The cores must be free. Finished runs are reused.
 """
 
 from pathlib import Path
@@ -28,9 +28,9 @@ def main(argv: list[str] | None = None) -> None:
         data = Path("out/data/builtin")
         add("--data", nargs="+", type=Path, default=[data], help="folders of prepared data")
         add("--minutes", type=numbers, default=[1, 2, 4, 8, 16], help="minutes of training")
-        add("--shapes", type=names(NAMES), default=list(NAMES)[:5], help="layers x dim, of SHAPES")
-        add("--seeds", type=numbers, default=[1])
-        add("--flags", default="", help="more training flags, such as other rates")
+        add("--shapes", type=names(NAMES), default=list(NAMES)[:5], help="layers x dim in SHAPES")
+        add("--seeds", type=numbers, default=[1], help="one run per seed")
+        add("--flags", default="", help="more training flags")
         args = parser.parse_args(argv)
         for folder in args.data:
             read_description(folder)
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def row(data: Path, shape: tuple[int, int], minutes: int, seed: int, more: str) -> dict:
-    """Train a shape for this time, and return its row of the table."""
+    """Train a shape for this many minutes; return its row of the table. `more`: more flags."""
     settings = shape_settings(*shape, {})
     length = settings["max_seq_len"]
     flags = settings | optimizer_flags(Candidate(settings, 0, 0.0, length, 0), muon=True)

@@ -1,5 +1,5 @@
-"""Compare the speed of full fine-tuning with TRL's `SFTTrainer`, on the same conversations,
-weights and cores.
+"""Compare the speed of this project's full fine-tuning with TRL's `SFTTrainer`, on the same
+conversations, weights and cores.
 
     python -m benchmarks.sft --trl ../trl/bin/python
 
@@ -41,8 +41,8 @@ from training.arguments import SFTArguments
 PROGRAM = "benchmarks.sft"
 OUT = Path("out/benchmarks/sft")
 NOTE = (
-    "Medians over rounds; in brackets the lowest and the highest. Ratios are taken within a round. "
-    "Tokens are counted without padding. Seconds are for one pass over the conversations."
+    "Values are medians over rounds; in brackets are the lowest and the highest. Ratios are taken "
+    "within a round. Tokens are counted without padding. Seconds are for one pass over the data."
 )
 STEP_ENDED = re.compile(r"step \d+/\d+ +loss ([^\s,]+)")
 EVERYBODY = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -53,11 +53,11 @@ class Program:
     """A program that trains and prints a line at the end of each step. It pauses between turns."""
 
     name: str
-    command: list  # of values with a str()
+    command: list  # words, which `start` turns into strings
     folder: Path  # its working directory
     environment: dict[str, str]
-    log: Path  # of its stderr
-    seconds: list[float] = field(default_factory=list)  # of each pass that counts
+    log: Path  # file for its stderr
+    seconds: list[float] = field(default_factory=list)  # of each pass after the first
     loss: str = ""  # of the last step, as the program prints it
     process: subprocess.Popen | None = None
 
@@ -76,7 +76,7 @@ class Program:
             )
 
     def take(self, steps: int) -> float:
-        """Return the seconds of this number of steps. Raises UsageError if the program ended."""
+        """Let the program take these steps; return the seconds. Raises UsageError if it ended."""
         self._signal(signal.SIGCONT)
         started = time.perf_counter()
         for _ in range(steps):
@@ -149,8 +149,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tuple[str, int]:
-    """Return `number` conversations that fit into the context, spread evenly, as JSON lines, and
-    their number of tokens. Raises DataError if one is bad, UsageError if there are too few."""
+    """Return `number` conversations that fit into the context, evenly spaced, as JSON lines, and
+    their total tokens. Raises DataError if one is bad, UsageError if there are too few."""
     records = conversation_records(find_files(source, SUFFIXES))
     found = [parse_conversation(load_json(record), record.place) for record in records]
     lengths = [len(encode_conversation(tokenizer, turns)[0]) for turns in found]
@@ -169,11 +169,11 @@ def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tupl
 
 
 def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
-    """Return the programs, ours first. Each trains one pass more than there are rounds.
+    """Return the programs, ours first. Each is told to train one pass more than args.rounds.
 
     Args:
-        run: absolute path of the run whose weights ours starts from.
-        out: absolute path of the folder with conversations.jsonl and exported/, the model.
+        run: absolute path of the run with the weights to fine-tune.
+        out: absolute path of the folder with conversations.jsonl and with the model in exported/.
     """
     data, exported, passes = out / "conversations.jsonl", out / "exported", args.rounds + 1
     amount = ["--batch_size", args.batch_size, "--epochs", passes, "--log_interval", 1]
@@ -220,7 +220,7 @@ def row(program: Program, ours: Program, tokens: int) -> dict[str, str]:
     return {
         "": program.name,
         "tokens/s": spread([tokens / seconds for seconds in program.seconds], ",.0f"),
-        "ours / it": "1" if program is ours else spread(ratios, ".2f"),
+        "how many times as fast ours is": "1" if program is ours else spread(ratios, ".2f"),
         "seconds of a pass": f"{median(program.seconds):.1f}",
         "last loss": program.loss,
     }

@@ -4,7 +4,7 @@
 
 Each contender takes turns with the first one, the baseline: A B A B A B, then A C A C A C. If the
 speed of the machine drifts, the ratio of two contenders within one round is more reliable than
-their speeds, and the median over rounds is better still. Only two contenders are in memory.
+their speeds, and the median over rounds is better still. Only two are in memory at a time.
 --contenders takes names, such as ours-zero2-compiled, and groups: all, ours and peers. The groups
 blocks, selective and muon are variants of ours that `all` does not contain.
 """
@@ -27,17 +27,15 @@ from training.engine.device import peak_flops, use_all_cores
 from training.engine.estimate import GIB
 
 PROGRAM = "benchmarks.throughput"
-
-
 REPEATS = 5  # measurements of each product
 # (m, k, n) of products (m, k) × (k, n). The fastest one depends on the machine. The second is a
 # feed-forward layer of the 26m model, the third is its output layer.
 PRODUCTS = ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400), (4096, 4096, 4096))
 NOTE = (
-    "Medians over rounds; the value of a round is the median of its steps; in brackets the lowest "
-    "and the highest round. Each contender takes turns with the first; ratios are taken within a "
-    "round. Model FLOPs are 6·N + 12·n_layers·n_heads·head_dim·seq_len per token. Memory is the "
-    "peak per process. The first step is timed from the start of the process."
+    "Values are medians over rounds; in brackets are the lowest and the highest round. The value "
+    "of a round is the median of its steps. Each contender takes turns with the first; ratios are "
+    "taken within a round. Model FLOPs are 6·N + 12·n_layers·n_heads·head_dim·seq_len per "
+    "token. Memory is the peak per process. The first step is timed from the start of the process."
 )
 
 
@@ -48,7 +46,7 @@ class Result:
     contender: Contender
     work: Work
     first_step_seconds: float  # from the start of the process
-    peak_bytes: int = 0  # of one process, the largest
+    peak_bytes: int = 0  # largest peak memory of a process
     step_seconds: dict[int, float] = field(default_factory=dict)  # round → median of its steps
 
     def speeds(self) -> list[float]:
@@ -73,7 +71,7 @@ class SizeReport:
     results: dict[Contender, Result] = field(default_factory=dict)  # the baseline first
     missing: dict[str, str] = field(default_factory=dict)  # name → reason, one line
     matrix_products: list[float] = field(default_factory=list)  # FLOP/s
-    rounds: int = 0  # rounds that have begun
+    rounds: int = 0  # number of rounds that have begun
     finished: bool = False
 
 
@@ -94,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    """Return the flags, with the chosen Contenders, and `works`, a Work by size.
+    """Return the flags, with the chosen Contenders, and `works`, which maps a size to its Work.
 
     Raises UsageError if a value cannot work.
     """
@@ -137,7 +135,7 @@ class Session:
         self._teams: dict[Contender, Team] = {}  # running
 
     def measure(self) -> None:
-        """Play all rounds in the order that the module's docstring describes."""
+        """Measure all rounds in the order that the module's docstring describes."""
         waiting = list(self.options.contenders)
         self.report.missing = {contender.name: "no time left" for contender in waiting}
         while waiting and not self._teams:
@@ -147,13 +145,13 @@ class Session:
         (baseline,) = self._teams
         for contender in waiting:
             if self._start(contender):
-                self._play([baseline, contender])
+                self._measure_rounds([baseline, contender])
             if team := self._teams.pop(contender, None):
                 team.close()
             if baseline not in self._teams:
                 return
         if not self.report.results[baseline].step_seconds:  # no other contender could start
-            self._play([baseline])
+            self._measure_rounds([baseline])
         self.report.finished = True
 
     def close(self) -> None:
@@ -177,8 +175,8 @@ class Session:
         say(f"{self.report.size}: {contender.name}: first step after {seconds:.1f} s")
         return True
 
-    def _play(self, contenders: list[Contender]) -> None:
-        """Play all rounds of these contenders, until one of them fails."""
+    def _measure_rounds(self, contenders: list[Contender]) -> None:
+        """Measure all rounds of these contenders, until one of them fails."""
         dtype = getattr(torch, self.report.work.dtype)
         for _ in range(self.options.rounds):
             self.report.rounds += 1
@@ -205,7 +203,7 @@ class Session:
 
 
 def size_table(report: SizeReport) -> str:
-    """Return the Markdown section of one size."""
+    """Return the Markdown section of one model size."""
     missing = [f"- {name}: {reason}" for name, reason in report.missing.items()]
     played = [result for result in report.results.values() if result.step_seconds]
     if not played:
@@ -248,8 +246,8 @@ def _row(report: SizeReport, result: Result, baseline: Result) -> dict:
 
 
 def closing_line(size: str, played: list[Result]) -> str:
-    """Compare our fastest mode with the fastest peer, with the default allocator and with ours.
-    Both are compared by their ratios to the baseline."""
+    """Return our fastest mode compared with the fastest peer, first with the default allocator,
+    then with our allocator settings. Speeds are ratios to the baseline's speed."""
 
     def fastest(is_ours: bool, variant: str = "") -> tuple[float, str] | None:
         wanted = 1, is_ours, variant
@@ -263,14 +261,14 @@ def closing_line(size: str, played: list[Result]) -> str:
     ours, peer, same = fastest(True), fastest(False), fastest(False, ALLOCATOR)
     line = f"{size}, ours / fastest peer: "
     if not ours or not (peer or same):
-        return line + "n/a, one of the two was not measured"
+        return line + "n/a, because one of them was not measured"
     line += f"{ours[0] / peer[0]:.2f} ({ours[1]} / {peer[1]})" if peer else "n/a"
     return line + (f", same allocator {ours[0] / same[0]:.2f} ({same[1]})" if same else "")
 
 
 def matrix_flops(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of matrix products: the median of the repeats, for the fastest shape. This
-    replaces the peak of the data sheet on an unknown machine."""
+    """Return the FLOP/s of matrix products: the median of the repeats, for the fastest shape. On an
+    unknown machine this replaces the peak of the data sheet."""
     use_all_cores()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []

@@ -15,7 +15,7 @@ from data.dataset import PackedDataset
 from data.shards import read_description
 from model import LMConfig, Transformer
 
-DATA = "out/data/builtin-6400"  # the built-in text, of 6,400 pieces as in MiniMind
+DATA = "out/data/builtin-6400"  # built-in text with MiniMind's vocabulary size, 6,400
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Work:
 
     def batches(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Return (tokens, targets), each (batch_size, seq_len), for a peer. They are in memory
-        before the clock starts, so that reading takes no time."""
+        before the measurement starts, so that reading takes no time."""
         text = PackedDataset(self.data, "train", self.seq_len)
         made = []
         for first in range(0, max(4, self.accumulation_steps) * self.batch_size, self.batch_size):

@@ -21,8 +21,8 @@ def document_rows(
 ) -> Iterator[Row]:
     """Yield the windows of each document `<s> text </s>`. A document is a unit.
 
-    A window has up to seq_len ids. The next window begins `stride` ids later. Each id is predicted
-    once. Its context is all ids before it, or at least seq_len - stride ids.
+    A window has up to seq_len ids. The next window begins `stride` ids later. Each id after <s> is
+    predicted once. Its context is all ids before it, or at least seq_len - stride + 1 of them.
     """
     for number, record in enumerate(records):
         text = parse(record)
@@ -33,9 +33,9 @@ def document_rows(
         for start in range(0, max(1, last - seq_len + stride), stride):
             end = min(start + seq_len, last)
             targets = torch.tensor(ids[start + 1 : end + 1])
-            if start:  # the window before has predicted these targets
+            if start:  # the previous window has predicted these targets
                 targets[: seq_len - stride] = IGNORE_INDEX
-            n_bytes = 0 if start else len(text.encode())  # counted once
+            n_bytes = 0 if start else len(text.encode())  # all bytes count in the first window
             yield Row(number, torch.tensor(ids[start:end]), targets, n_bytes)
 
 
@@ -45,8 +45,8 @@ def conversation_rows(
     """Yield one row for each conversation, as training reads it (see `ConversationSet`).
 
     A conversation is a unit. A long conversation is cut after the last answer that ends within
-    seq_len targets. It is left out if the first answer does not end within them.
-    `counts` counts both cases as "cut" and "left_out". Raises DataError if a record is wrong.
+    seq_len targets. It is left out if no answer ends within seq_len targets. `counts`
+    counts both cases, as "cut" and "left_out". Raises DataError if a record is wrong.
     """
     for number, record in enumerate(records):
         turns = parse_conversation(load_json(record), record.place)
@@ -73,7 +73,7 @@ def prepared_rows(dataset: TokenStream, samples: list[int], units: list[int]) ->
 
 
 def summary(units: list[tuple[Hashable, np.ndarray]]) -> dict:
-    """Return amounts, loss in nats per token, perplexity, bits per byte and accuracy."""
+    """Return totals, loss in nats per token, perplexity, bits per byte and accuracy."""
     nll, hits, tokens, n_bytes = np.array([scores.sum(axis=0) for _, scores in units]).T
     metrics = {
         "loss": ratio(nll, tokens),

@@ -21,7 +21,7 @@ FORM = '{"question": text, "choices": [two or more texts], "answer": number from
 
 
 def parse_question(record: Record) -> tuple[str, list[str], int]:
-    """Return question, choices, index of the answer. Raises DataError if this is no question."""
+    """Return question, choices, index of the answer. Raises DataError if it has another form."""
     fields = load_json(record)
     text, choices, right = (fields.get(key) for key in ("question", "choices", "answer"))
     if isinstance(right, str) and len(right) == 1:
@@ -29,7 +29,7 @@ def parse_question(record: Record) -> tuple[str, list[str], int]:
     texts = [text, *choices] if isinstance(choices, list) else []
     is_valid = len(texts) > 2 and all(map(is_text, texts)) and all(choices)
     if not is_valid or type(right) is not int or not 0 <= right < len(choices):
-        raise DataError(f"{record.place}: no question; the form is {FORM}")
+        raise DataError(f"{record.place}: not a question of the form {FORM}")
     return text, choices, right
 
 
@@ -40,7 +40,7 @@ def encode_choices(
 
     The ids are `<s> question delimiter choice`. If `delimiter` is None, they are a chat of two
     turns. A token may contain the end of the question and the start of a choice. Therefore the
-    context is the ids with which the question alone and all these texts begin.
+    context is the longest beginning that the ids of the question alone and of all texts share.
     """
     if delimiter is None:
         chats = [[Turn(USER, text), Turn(ASSISTANT, choice)] for choice in choices]
@@ -58,8 +58,8 @@ def question_rows(
 ) -> Iterator[Row]:
     """Yield one row per choice; a question is a unit.
 
-    The unit is (place, index of the right choice, True if the context cuts off the beginning).
-    Raises DataError if a line is no question, or a choice has no token or exceeds the context.
+    The unit is (place, index of the right choice, True if a row is cut to fit the context).
+    Raises DataError if a line is not a question, or a choice has no token or exceeds the context.
     """
     for record in records:
         text, choices, right = parse_question(record)
@@ -68,7 +68,7 @@ def question_rows(
         for choice, (ids, n_context) in zip(choices, encoded, strict=True):
             n_scored = len(ids) - n_context
             if not 0 < n_scored <= seq_len:
-                raise DataError(f"{record.place}: a choice has no token, or more than {seq_len}")
+                raise DataError(f"{record.place}: a choice has {n_scored} tokens, not 1-{seq_len}")
             ids = ids[-(seq_len + 1) :]  # cut off the beginning
             targets = [IGNORE_INDEX] * (len(ids) - 1 - n_scored) + ids[len(ids) - n_scored :]
             yield Row(unit, torch.tensor(ids[:-1]), torch.tensor(targets), len(choice.encode()))
@@ -77,9 +77,9 @@ def question_rows(
 def answers(units: list[tuple[tuple, np.ndarray]]) -> dict:
     """Return counts and the shares of correct answers.
 
-    "acc" takes the choice with the highest log-likelihood, "acc_norm" the highest log-likelihood
-    per byte of UTF-8. "chance" is the expected share with random answers. If choices are equally
-    likely, the first one is taken.
+    "acc" takes the choice with the highest log-likelihood, "acc_norm" the choice with the highest
+    log-likelihood per byte of UTF-8. Of equal choices, both take the first one. "chance" is
+    the expected share with random answers.
     """
     rows = []  # one per question
     for (_, right, is_truncated), scores in units:

@@ -1,4 +1,4 @@
-"""Compute log-likelihoods of token sequences, and means with intervals."""
+"""Compute log-likelihoods of token sequences, and ratios with 95% intervals."""
 
 import math
 import os
@@ -26,12 +26,12 @@ BLOCK_ROWS = 1024  # rows in memory at a time; sorting them by length saves padd
 
 
 class Row(NamedTuple):
-    """A sequence to score: a window of a document, a conversation, or a question and a choice."""
+    """A sequence to score: a window of text, a conversation, or a question and a choice."""
 
-    unit: Hashable  # the document, conversation or question; its rows follow each other
+    unit: Hashable  # the document, conversation or question; its rows are consecutive
     tokens: Tensor  # (T,) int64
     targets: Tensor  # (T,) int64; IGNORE_INDEX where the token is context only
-    n_bytes: float  # UTF-8 bytes of the text of the targets
+    n_bytes: float  # UTF-8 bytes of the targets' text; 0 if another row of the unit counts them
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Scorer:
                 nll = scored.loss.double()  # (B, T)
                 counted = targets != IGNORE_INDEX  # (B, T)
                 batch = torch.stack([nll.sum(1), scored.hits.sum(1), counted.sum(1)], dim=1)
-            # Accelerate repeats rows from the start until all processes have equally many.
+            # Accelerate repeats rows from the start until all processes have the same number.
             # gather_for_metrics drops the repeated rows.
             sums += self.accelerator.gather_for_metrics(batch).tolist()
         if not np.isfinite(sums).all():
@@ -90,7 +90,7 @@ def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
 
 
 def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None) -> Scorer:
-    """Move the model to the device of this process, with or without a launcher.
+    """Return a Scorer whose model is on the device of this process. A launcher is optional.
 
     Args:
         device: "cpu", "cuda", or "auto" for a GPU if there is one.

@@ -34,7 +34,7 @@ METRICS = {  # name → (number format, explanation)
 }
 # "cut" and "left_out" count conversations, "truncated" counts questions.
 AMOUNTS = ("tokens", "bytes", "sequences", "cut", "left_out", "truncated")
-HOW = ("max_seq_len", "stride", "delimiter", "template")  # settings that `report` prints
+HOW = ("max_seq_len", "stride", "delimiter", "template")  # settings in the line "how" of `report`
 TASKS_OF = {  # flag → tasks that accept it
     "split": ("packed", "conversations"),
     "stride": ("text",),
@@ -45,7 +45,7 @@ TASKS_OF = {  # flag → tasks that accept it
 
 
 def check_flags(args: Namespace) -> None:
-    """Raise UsageError for a flag that has no meaning for this data."""
+    """Raise UsageError if a flag does not apply to this task or this data."""
     for name, tasks in TASKS_OF.items():
         if getattr(args, name) is not None and args.task not in tasks:
             raise UsageError(f"--{name} is for --task {' or '.join(tasks)}, not {args.task}")
@@ -83,7 +83,7 @@ def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
     rows = progress_bar(total, desc="scoring", unit=" rows", iterable=rows, disable=not is_main)
     units = list(scorer.units(rows))  # this scores all rows
     if not units:
-        raise DataError(f"{args.data}: no text, question, or answer within the context")
+        raise DataError(f"{args.data} has no text, question, or answer that fits into the context")
     scores = answers(units) if args.task == "choice" else summary(units)
     settings = {
         "model": str(trained.folder),
@@ -115,18 +115,18 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
     if args.task == "text":
         stride = args.stride or max(1, seq_len // 2)
         if stride > seq_len:
-            raise UsageError(f"--stride {stride} leaves tokens out: at most {seq_len}, the context")
+            raise UsageError(f"--stride {stride} skips tokens: pass at most {seq_len}, the context")
         return document_rows(records, tokenizer, seq_len, stride), None, {"stride": stride}
     template = trained.chats if args.template is None else args.template
     if template and args.delimiter is not None:
-        raise UsageError("--delimiter is for questions without the template: --no-template")
+        raise UsageError("--delimiter is for questions without the template: add --no-template")
     delimiter = " " if args.delimiter is None and not template else args.delimiter
     rows = question_rows(records, tokenizer, seq_len, delimiter)
     return rows, None, {"delimiter": delimiter, "template": template}
 
 
 def prepared(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int, dict]:
-    """Return rows, number and facts for the samples that training uses for validation.
+    """Return rows, number and facts for evenly spaced samples, chosen as in validation.
     Raises DataError if the data has another tokenizer, or is shorter than one sequence."""
     data, split = args.data, args.split or "val"
     tokenizer = trained.tokenizer.path

@@ -1,6 +1,6 @@
-"""Decoding: read whole prompts, then one token of each sequence per step.
+"""Decoding: compute the logits of the next token, first for whole prompts, then token by token.
 
-`prepare_for_generation` copies a model of `model/` with its weights reordered for single tokens.
+`prepare_for_generation` makes a copy of a `Transformer` that is faster for single tokens.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from model.lora import weight_of
 class Packed:
     """Compute x Wᵀ, where W stacks the weights of layers with the same input.
 
-    On a CPU, a large W is reordered once into oneDNN's blocks. This doubles the speed of products
-    with a few rows (benchmarks/generation.py). A small fp32 W is faster without oneDNN, because
-    each call of oneDNN takes 10 µs."""
+    On a CPU, a bf16 W or a large fp32 W is reordered once into oneDNN's blocks. This doubles the
+    speed of products with a few rows (benchmarks/generation.py). For a small fp32 W, `F.linear` is
+    faster, because each call of oneDNN takes 10 µs."""
 
     def __init__(self, *layers: nn.Linear, dtype: torch.dtype):
         self.weight = torch.cat([weight_of(layer).detach() for layer in layers]).to(dtype)
@@ -44,7 +44,7 @@ def _onednn_is_faster(weight: Tensor) -> bool:
 
 
 def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
-    """Return a function like `attention.project`, with one matrix product for q, k and v. The
+    """Return a replacement for `attention.project` with one matrix product for q, k and v. The
     rotation is a complex product: without torch.compile, real arithmetic would be slower."""
     product = Packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
     n_heads, n_kv_heads = attention.n_heads, attention.n_kv_heads
@@ -61,14 +61,14 @@ def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
 
 
 def project_gate(feed_forward: FeedForward, dtype: torch.dtype) -> Callable:
-    """Return a function like `feed_forward.project`, with one matrix product for w1 and w3."""
+    """Return a replacement for `feed_forward.project` with one matrix product for w1 and w3."""
     product = Packed(feed_forward.w1, feed_forward.w3, dtype=dtype)
     return lambda x: product(x).chunk(2, dim=-1)
 
 
 def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """Return a copy of the model for generation, with weights in `dtype` and adapters merged. The
-    copy keeps its weights if those of the model change."""
+    """Return a copy of the model for generation, with weights in `dtype` and adapters merged. If
+    the model has this dtype, its norms and its embedding are shared, not copied."""
 
     def fused(norm: nn.Module) -> Callable:
         weight = norm.weight.detach().to(dtype)
@@ -76,17 +76,17 @@ def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transforme
 
     with torch.device("meta"):
         prepared = Transformer(model.config).eval()
-    for block, own in zip(prepared.layers, model.layers, strict=True):
+    for block, original in zip(prepared.layers, model.layers, strict=True):
         attention, feed_forward = block.attention, block.feed_forward
-        attention.project = project_heads(own.attention, dtype)
-        feed_forward.project = project_gate(own.feed_forward, dtype)
-        _replace(attention, wo=Packed(own.attention.wo, dtype=dtype))
-        _replace(feed_forward, w2=Packed(own.feed_forward.w2, dtype=dtype))
+        attention.project = project_heads(original.attention, dtype)
+        feed_forward.project = project_gate(original.feed_forward, dtype)
+        _replace(attention, wo=Packed(original.attention.wo, dtype=dtype))
+        _replace(feed_forward, w2=Packed(original.feed_forward.w2, dtype=dtype))
         _replace(
             block,
-            attention_norm=fused(own.attention_norm),
+            attention_norm=fused(original.attention_norm),
             attention=attention.forward,
-            ffn_norm=fused(own.ffn_norm),
+            ffn_norm=fused(original.ffn_norm),
             feed_forward=feed_forward.forward,
         )
     embedding = model.tok_embeddings.weight.detach().to(dtype)
@@ -112,7 +112,7 @@ class Decoder:
     """Compute the logits of the next token, for prompts and then token by token.
 
     Args:
-        model: the decoder copies the weights, unless `divided`. Make a new decoder if they change.
+        model: if its weights change, make a new decoder, because a decoder copies most weights.
         dtype: dtype of weights and cache; None keeps the model's. Logits are always fp32.
         divided: True if ZeRO-3 divides the model; all processes must then make the same calls."""
 
@@ -134,8 +134,8 @@ class Decoder:
     @torch.inference_mode()
     @without_cudnn()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Append `tokens`, int64 (B, 1); only `read` appends several. Return the fp32 logits of the
-        next token, (B, vocab_size). Raises ValueError if a sequence has filled the context."""
+        """Append `tokens`, int64 (B, 1), to the cache; in `read`, (B, T). Return the fp32 logits of
+        the next token, (B, vocab_size). Raises ValueError if a sequence fills the context."""
         logits = self.forward(tokens, cache=cache).logits.float()
         if self.divided:  # processes that round differently could draw different tokens
             torch.distributed.broadcast(logits, src=0)

@@ -1,6 +1,6 @@
 """The decoding loop, shared by the terminal, the server and the samples in training.
 
-Texts join and leave the batch at any token, and one forward pass serves them all (continuous
+Texts can join and leave the batch at each token. One forward pass serves all texts (continuous
 batching). Source: Yu et al., Orca, https://www.usenix.org/conference/osdi22/presentation/yu.
 """
 
@@ -20,13 +20,13 @@ from model.transformer import Transformer
 
 @dataclass(kw_only=True, eq=False)
 class Continuation:
-    """One prompt and its new tokens. When the text outgrows the context, the model keeps only the
-    last half-context of tokens.
+    """One prompt and its new tokens. Whenever both together exceed the context, the oldest
+    tokens are dropped until half a context is left.
 
     Args:
         prompt: token ids, at least one.
         max_new_tokens: at least 1.
-        next_ids: the ids that may follow the prompt directly; empty if every id may.
+        next_ids: ids that the first new token may have; empty: any id.
         stop_ids: tokens that end the text and do not become part of it."""
 
     prompt: list[int]
@@ -37,9 +37,9 @@ class Continuation:
 
     def __post_init__(self):
         self.ids: list[int] = []  # generated so far
-        self.finish_reason: str | None = None  # "stop", "length", "cancelled", or as `fail` says
+        self.finish_reason: str | None = None  # "stop", "length", "cancelled", "error" or "closed"
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
-        # Texts with equal settings are drawn together.
+        # The next tokens of texts with equal settings are drawn together.
         self.settings = replace(self.sampling, seed=0)
         self._start = 0  # index of the first token that the model sees
 
@@ -89,7 +89,7 @@ class StreamedText(Continuation):
         self._before = self.tokenizer.encode("x")
         self._skipped = len(self.tokenizer.decode(self._before))  # characters to drop: the "x"
         self._skipped += bool(self.next_ids)  # the first piece repeats the prompt's space
-        self._n_decoded = 0  # how many of `ids` are decoded
+        self._n_decoded = 0  # ids before this index are decoded for good
         self._held = ""  # decoded but not delivered
 
     def take(self, token: int) -> None:
@@ -107,7 +107,7 @@ class StreamedText(Continuation):
         self.deliver(piece, self.finish_reason)
 
     def fail(self, reason: str) -> None:
-        """End an unfinished text as `reason`: "error", or "closed" when the server ends."""
+        """End an unfinished text with finish_reason "error", or "closed" when the server ends."""
         if not self.finish_reason:
             self.finish_reason = reason
             self.deliver("", reason)
@@ -134,8 +134,8 @@ class StreamedText(Continuation):
 
 
 class Batch:
-    """Texts generated together. Apart from rounding, each text is as if generated alone. Row i
-    of the cache and of the logits belongs to `texts[i]`."""
+    """Texts that are generated together. Each text is the same as if generated alone, except for
+    rounding. Row i of the cache and of the logits belongs to `texts[i]`."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
@@ -216,9 +216,9 @@ def generate(
     next_ids: Sequence[list[int]] = (),
     stop_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
-    """Return the new token ids of each prompt. Prompt i draws with seed + i. `next_ids` is empty or
-    has one list per prompt. With `max_new_tokens` 0 the lists are empty. `Sampling` and
-    `Continuation` describe the other arguments."""
+    """Return the new token ids of each prompt. The tokens of prompt i are drawn with seed + i.
+    `next_ids` is empty or has one list per prompt. If `max_new_tokens` is 0, the returned lists are
+    empty. `Sampling` and `Continuation` describe the other arguments."""
     sampling = sampling or Sampling()
     texts = [
         Continuation(

@@ -10,8 +10,8 @@ from common.parser import is_text
 
 
 def read_prompts(given: list[str], path: str | None) -> list[str]:
-    """Return `given`, then the prompts of a file: one per line, or JSON lines; "-" means stdin.
-    Raises UsageError if there is no prompt, a prompt is empty, or the file cannot be read."""
+    """Return the prompts in `given`, then those in a file: one per line, or JSON in a .jsonl file.
+    "-" means stdin. Raises UsageError if there is no prompt, or a prompt or the file is bad."""
     prompts = list(given)
     if path:
         try:
@@ -23,7 +23,7 @@ def read_prompts(given: list[str], path: str | None) -> list[str]:
         except (OSError, ValueError) as error:
             raise UsageError(f"--prompts {path}: {reason(error)}") from error
     if not prompts:
-        raise UsageError("nothing to continue: give --prompt, --prompts or --interactive")
+        raise UsageError("nothing to continue: pass --prompt, --prompts or --interactive")
     return [require_text(prompt) for prompt in prompts]
 
 
@@ -36,7 +36,7 @@ def _prompt_of(line: str) -> str:
             return prompt
         raise TypeError
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"no JSON object with 'prompt' or 'text': {line[:80]}") from error
+        raise ValueError(f"not a JSON object with 'prompt' or 'text': {line[:80]}") from error
 
 
 def require_text(prompt: str) -> str:
@@ -47,8 +47,8 @@ def require_text(prompt: str) -> str:
 
 
 def converse(answer: Callable[[str], None]) -> None:
-    """Call `answer` with each line until Ctrl-D. Ctrl-C only stops the current answer. Raises
-    UsageError if a line is refused and stdin is not a terminal."""
+    """Call `answer` with each line of stdin until Ctrl-D. Ctrl-C only stops the current answer.
+    Raises UsageError if a line is refused and stdin is not a terminal."""
     while True:
         try:
             line = input("\n> " if sys.stdout.isatty() else "")
@@ -66,5 +66,5 @@ def converse(answer: Callable[[str], None]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a remark to stderr, because stdout is for the model's text."""
+    """Print a message to stderr, because stdout is for the model's text."""
     print(text, file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ MEANINGS = {  # setting: help text of its flag
     "temperature": "divides the logits; 0 always takes the likeliest token",
     "top_k": "keep the k likeliest tokens; 0 keeps all",
     # Source: Holtzman et al., https://arxiv.org/abs/1904.09751
-    "top_p": "keep the likeliest tokens that together have this probability",
+    "top_p": "keep the likeliest tokens until their probabilities sum to this value",
     # Source: Nguyen et al., https://arxiv.org/abs/2407.01082
     "min_p": "keep tokens with at least this share of the highest probability",
 }
@@ -52,7 +52,7 @@ class Sampling:
 
 
 def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tensor":
-    """Return the logits, (B, vocab_size), with the tokens of texts[i] made less likely in row i."""
+    """Return a copy of the logits, (B, vocab_size). Tokens of texts[i] are less likely in row i."""
     logits = logits.clone()
     for row, text in zip(logits, texts, strict=True):
         seen = row[text]
@@ -61,8 +61,8 @@ def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tenso
 
 
 def choose(logits: "Tensor", sampling: Sampling, numbers: "Tensor") -> "Tensor":
-    """Draw one token per row and return them, (B,). With the tokens of a row ordered from the most
-    likely on, it is the first at which the sum of probabilities exceeds the row's number.
+    """Draw one token per row and return the tokens, (B,). The tokens of a row are ordered from the
+    likeliest on; the first is drawn whose cumulative probability exceeds the row's number.
     logits are (B, vocab_size) in fp32, after `penalise`; numbers are (B,), random in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)

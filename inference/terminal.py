@@ -22,8 +22,8 @@ def write_continuations(
     prompts: list[str],
     flags: argparse.Namespace,
 ) -> None:
-    """Print continuations of each prompt, and the speed. If batches have size 1, print token by
-    token. `flags` are the flags of scripts.generate. Raises UsageError if a prompt is too long."""
+    """Print continuations of each prompt, and the speed. Print token by token if batches have size
+    1 and there is no --jsonl. `flags`: see scripts.generate. A too long prompt is a UsageError."""
     repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
     context = decoder.config.max_seq_len
     size = min(flags.batch_size, len(repeated))
@@ -32,13 +32,13 @@ def write_continuations(
     texts = []
     for i, prompt in enumerate(repeated):
         ids, next_ids = tokenizer.encode_prompt(prompt)
-        room = context + 1 - len(ids)  # a full context predicts one more token
-        if room < 1 and not slides:
+        n_free = context + 1 - len(ids)  # a full context predicts one more token
+        if n_free < 1 and not slides:
             sizes = f"a prompt has {len(ids)} tokens, the context has {context}"
             raise UsageError(f"{sizes}: shorten the prompt, or pass --beyond_context slide")
         text = StreamedText(
             prompt=ids,
-            max_new_tokens=flags.max_new_tokens if slides else min(flags.max_new_tokens, room),
+            max_new_tokens=flags.max_new_tokens if slides else min(flags.max_new_tokens, n_free),
             sampling=sampling.numbered(i),
             next_ids=next_ids,
             tokenizer=tokenizer,
@@ -82,7 +82,7 @@ class Chat:
 
     decoder: Decoder
     tokenizer: Tokenizer
-    sampling: Sampling  # answer i draws with seed + i
+    sampling: Sampling  # answer i is drawn with seed + i
     max_new_tokens: int | None  # per answer; None: until the context is full
     system: str  # a first message that is never dropped; "" for none
 
@@ -117,16 +117,16 @@ class Chat:
         return ids
 
     def answer(self, line: str) -> None:
-        """Print the answer to a line; Ctrl-C ends the answer. Raises UsageError as `ask` does."""
+        """Print the answer to a line, or obey /reset. Raises UsageError if the line is too long."""
         if line.strip() == "/reset":
             self.turns.clear()
             say("This is a new chat.")
             return
         prompt = self.ask(line.strip())
-        room = self.context - len(prompt)
+        n_free = self.context - len(prompt)
         answer = StreamedText(
             prompt=prompt,
-            max_new_tokens=min(self.max_new_tokens or room, room),
+            max_new_tokens=min(self.max_new_tokens or n_free, n_free),
             sampling=self.sampling.numbered(self.n_answers),
             tokenizer=self.tokenizer,
             deliver=print_piece,

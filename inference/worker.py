@@ -21,8 +21,8 @@ class Worker:
         self._thread.start()
 
     def submit(self, text: StreamedText) -> None:
-        """Queue a text. The worker's thread calls `text.deliver`. Only "closed" is delivered by
-        the thread that calls `close`, or that calls `submit` after `close`."""
+        """Queue a text. The worker's thread calls `text.deliver`. Only "closed" comes from
+        another thread: from the caller of `close`, or of `submit` after `close`."""
         with self._changed:
             self._waiting = [t for t in self._waiting if not t.finish_reason] + [text]
             self._changed.notify()
@@ -55,7 +55,7 @@ class Worker:
                     batch.add(new)
                 if batch.texts:
                     batch.step()
-            except Exception:  # for example out of memory: smaller requests may succeed
+            except Exception:  # such as out of memory: a smaller request may succeed
                 traceback.print_exc()
                 for text in self._running:
                     text.fail("error")

@@ -30,10 +30,10 @@ STYLE = {
 class Curve:
     """One line of a chart."""
 
-    label: str  # name of the run, or "training" and "validation"
+    label: str  # name in the legend
     points: list[tuple[float, float | None]]  # (step, value); None is a gap in the line
     color: int  # index into COLORS
-    tokens_per_step: float | None  # of the run; None if it is unknown
+    tokens_per_step: float | None  # tokens per optimizer step of the run; None: unknown
 
     @property
     def values(self) -> list[float]:
@@ -43,18 +43,18 @@ class Curve:
 
 @dataclass
 class Chart:
-    """A chart of one number of metrics.jsonl, with a curve per run."""
+    """A chart of one number of metrics.jsonl, or of the training and the validation loss."""
 
     title: str
-    unit: str  # shown beside the title
+    unit: str  # shown next to the title
     key: str  # name of the number in metrics.jsonl
     from_zero: bool = True  # start the vertical axis at 0
-    curves: list[Curve] = field(default_factory=list)  # one per run
+    curves: list[Curve] = field(default_factory=list)  # of one or several runs
     size: tuple[float, float] = (5.5, 2.3)  # width and height in inches; the page scales them
 
 
 def plot(chart: Chart):
-    """Return a matplotlib Figure over steps, or over tokens if step sizes differ."""
+    """Return a matplotlib Figure over steps, or over tokens if runs differ in tokens per step."""
     from matplotlib.figure import Figure  # loading it takes most of a second
 
     figure = Figure(chart.size, layout="constrained")

@@ -19,7 +19,7 @@ from report.charts import Chart, Curve, draw, plot
 from report.history import History, number, read_history, series
 
 TEMPLATE = Path(__file__).with_name("template.html")
-SAMPLES = 10  # samples shown per run, besides the sample of the finished model
+SAMPLES = 10  # samples from training shown per run, plus one of the finished model
 LARGE = (11.4, 3.4)  # width and height of the first chart in inches
 
 LOSS = Chart("Training loss", "nats per token", "loss", from_zero=False)
@@ -27,12 +27,12 @@ VAL_LOSS = replace(LOSS, title="Validation loss", key="val_loss")
 OTHERS = (
     Chart("Hard loss", "against the data, nats per token", "hard_loss", from_zero=False),
     Chart("Soft loss", "against the teacher, nats per token", "soft_loss"),
-    Chart("Agreement", "of first choices with the teacher", "agreement"),
+    Chart("Agreement", "share of tokens with the teacher’s first choice", "agreement"),
     Chart("Learning rate", "of AdamW", "learning_rate"),
     Chart("Gradient norm", "before clipping", "grad_norm"),
     Chart("Throughput", "tokens per second", "tokens_per_second"),
-    Chart("MFU", "of the devices’ peak", "mfu"),
-    Chart("Memory", "GiB, peak of a process so far", "memory_gib"),
+    Chart("MFU", "share of the devices’ peak FLOP/s", "mfu"),
+    Chart("Memory", "GiB, peak of the main process so far", "memory_gib"),
 )
 
 
@@ -107,7 +107,7 @@ def _curves(chart: Chart, runs: dict[str, History]) -> list[Curve]:
 
 
 def final_numbers(run: History) -> dict[str, str]:
-    """Return name → text of the last numbers of a run; unknown numbers are left out."""
+    """Return the summary of a run as name → text. Unknown numbers are left out."""
 
     def text(value, form: str) -> str | None:
         return None if number(value) is None else format(value, form)
@@ -120,7 +120,7 @@ def final_numbers(run: History) -> dict[str, str]:
     validation = run.validation[-1] if run.validation else {}
     losses = [(loss, step) for step, loss in series(run.validation, "val_loss") if loss is not None]
     best_loss, best_step = min(losses, default=(None, None))
-    # A row has the mean time of the steps since the row before.
+    # "step_seconds" is the mean time of the steps since the previous row.
     n_steps = np.diff([0, *(row["step"] for row in run.train)])
     seconds = [number(row.get("step_seconds")) or 0.0 for row in run.train]
     numbers = {
@@ -156,7 +156,7 @@ def _table(rows: dict[str, dict[str, str]]) -> str:
 
 
 def _samples(name: str, run: History) -> str:
-    """Return HTML of some samples from training and of the final sample."""
+    """Return HTML of evenly spaced samples from training and of the final sample."""
     shown = []  # (when, prompt, text)
     if run.samples:
         spread = np.linspace(0, len(run.samples) - 1, SAMPLES).round().astype(int)

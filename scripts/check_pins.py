@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def unsatisfied(path: Path) -> list[str]:
-    """Return the packages that are missing or have another version, also of included files."""
+    """Return packages that are missing or have another version, also from included files."""
     problems = []
     for line in path.read_text(encoding="utf-8").splitlines():
         line = line.partition("#")[0].strip()  # without comments

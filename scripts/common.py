@@ -1,7 +1,7 @@
 """Make `python PATH/scripts/generate.py` work like `python -m scripts.generate`.
 
-Python then searches scripts/ for modules and finds this file instead of the real `common`. This
-file replaces scripts/ by the folder above in the search path.
+If a program is started by its path, Python finds this file instead of the real package `common`.
+In the search path for modules, this file replaces scripts/ by its parent folder.
 """
 
 import sys

@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
     add("out", type=Path, metavar="OUT", help="file to write, such as model.gguf")
-    types = "type of the matrices: 4 (exact), 2 or about 1 byte per weight"
+    types = "type of the matrices; bytes per weight: f32 4 (exact), f16 2, q8_0 about 1"
     add("--type", choices=("f32", "f16", "q8_0"), default="f32", help=types)
     add("--overwrite", action="store_true", help="replace OUT if it exists")
     args = parser.parse_args(argv)

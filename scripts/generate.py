@@ -24,20 +24,20 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add_model_flags(add)
     add("--prompt", action="append", default=[], help="text to continue; can be repeated")
-    add("--prompts", help="file of prompts, one per line, or .jsonl ('prompt', 'text'); '-': stdin")
+    add("--prompts", help="file: a prompt per line, or .jsonl with 'prompt' or 'text'; '-': stdin")
     add("--interactive", action="store_true", help="ask for prompts in the terminal")
     add("--num_samples", type=at_least_1, default=1, help="continuations of each prompt")
     add("--max_new_tokens", type=at_least_1, default=100, help="most tokens of a continuation")
-    add("--greedy", action="store_true", help="take the most likely token: --temperature 0")
+    add("--greedy", action="store_true", help="always take the most likely token (--temperature 0)")
     add("--stop", action="append", default=[], help="text that ends a continuation; repeatable")
     add("--seed", type=int, default=42, help="continuation number i uses seed + i")
-    full = "at the end of the context: stop, or drop its older half and continue"
+    full = "when the context is full: stop, or drop its older half and continue"
     add("--beyond_context", choices=("stop", "slide"), default="stop", help=full)
     add("--jsonl", action="store_true", help="print one JSON object per continuation")
     add("--batch_size", type=at_least_1, default=16, help="continuations computed together")
     args = parser.parse_args(argv)
     if args.interactive and (args.prompt or args.prompts):
-        parser.error("--interactive: leave --prompt and --prompts out")
+        parser.error("with --interactive, leave out --prompt and --prompts")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (args.interactive or args.prompts == "-"):
         parser.error("processes cannot share stdin: pass --prompt, or --prompts with a file")
     if args.greedy:

@@ -19,7 +19,7 @@ from training.engine.device import GIB, available_memory, peak_flops
 from training.engine.estimate import OVERHEAD, Workload, engines, estimate, fits, largest_batch
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal: https://arxiv.org/abs/2203.15556
-# The training flags that change the estimate, besides those of the model.
+# The training flags that change the estimate. The flags of the model change it too.
 TRAINING_FLAGS = "accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"
 TRAINING_FLAGS += "max_steps", "optimizer", "tf32"
 PLAN_FLAGS = "num_processes", "vocab_size", "gpu_memory", "device", "mfu", "tokens"
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--gpu_memory", type=float, help="GiB of a GPU (default: this machine's)")
     add("--device", help="name of the GPU, such as 'H100' (default: this machine's GPU)")
     add("--mfu", type=float, default=0.4, help="model FLOPs utilization, to estimate hours")
-    add("--tokens", type=float, help="training tokens (default: max_steps, else 20 per parameter)")
+    add("--tokens", type=float, help="training tokens (default: by max_steps, or 20 per parameter)")
     print(describe(vars(parser.parse_args(argv))))
 
 
@@ -51,7 +51,7 @@ def describe(options: dict) -> str:
     device = torch.device("cuda" if plan.gpu_memory or has_gpu else "cpu")
     name = plan.device or (torch.cuda.get_device_name() if has_gpu else "this device")
     peak = peak_flops(name, "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32"))
-    room = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes) or 0  # bytes
+    limit = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes) or 0  # bytes
     with torch.device("meta"):  # shapes without memory
         shapes = Transformer(LMConfig(**model_settings, vocab_size=plan.vocab_size))
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
@@ -70,12 +70,12 @@ def describe(options: dict) -> str:
             "engine": kind.name,
             "memory" if work.on_cpu else "GPU memory": memory(expected.peak),
             "RAM": memory(expected.ram) if expected.ram else "0",
-            "largest batch": str(largest_batch(kind, work, room)),
+            "largest batch": str(largest_batch(kind, work, limit)),
             "GB sent per step": f"{expected.sent / 1e9:.2f}",
             "hours": hours,
         }
         rows.append(row)
-        if not advice and fits(kind, work, room):  # the first engine that fits is preferred
+        if not advice and fits(kind, work, limit):  # the first engine that fits is preferred
             command = f"ENGINE={kind.config} bash run_accelerate.sh"
             advice = f"Take {kind.name}, the first that fits:\n{command}"
     advice = advice or "No engine fits: take a smaller --batch_size or more memory."
@@ -83,7 +83,7 @@ def describe(options: dict) -> str:
     return (
         f"{total / 1e6:.2f} million parameters, {step:,} tokens per step, "
         f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps\n"
-        f"{room / GIB:.1f} GiB for each of {processes} processes, of which {OVERHEAD // GIB} for "
+        f"{limit / GIB:.1f} GiB for each of {processes} processes, of which {OVERHEAD // GIB} for "
         f"libraries; {name} at {plan.mfu:.0%} MFU\n\n{columns(rows)}\n\n{advice}"
     )
 

@@ -39,12 +39,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--vocab_size", type=int, help=f"pieces of the tokenizer ({BY_SIZE})")
     add("--tokenizer", help="tokenizer file, or its folder (default: train a new one)")
     add("--val_fraction", type=float, help=f"share of documents for validation ({BY_SIZE})")
-    add("--text_column", help=f"name of the text in a row (default: {TEXT_COLUMN})")
+    add("--text_column", help=f"key or column of the text (default: {TEXT_COLUMN})")
     add("--segmentations", type=int, help=f"tokenizations of each training document ({BY_SIZE})")
     add("--workers", type=int, default=available_cores(), help="number of encoding processes")
     add("--skip_bad_lines", action="store_true", help="skip and count unreadable documents")
-    add("--overwrite", action="store_true", help="replace data prepared from another text")
-    add("--reuse", action="store_true", help="use data of this text even if its settings differ")
+    add("--overwrite", action="store_true", help="replace data of another text or other settings")
+    add("--reuse", action="store_true", help="reuse data of this text even if its settings differ")
     add("--flags", default="", metavar="WORDS", help="more flags, quoted as one argument")
     typed = sys.argv[1:] if argv is None else argv
     flags = parser.parse_args(typed).flags
@@ -59,8 +59,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if not 0 <= (args.val_fraction or 0) < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
     segmentations = 1 if args.segmentations is None else args.segmentations
-    if min(args.workers, segmentations) < 1:
-        parser.error("--segmentations and --workers must be at least 1")
+    if (least := min(args.workers, segmentations)) < 1:
+        parser.error(f"--segmentations and --workers must be at least 1, not {least}")
     if args.conversations is not None:
         for name in ("data", "vocab_size", "text_column", "segmentations"):
             if getattr(args, name) is not None:
@@ -95,7 +95,7 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
         bad = counted(n_bad, f"bad {documents}")
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
     if n := description["rejected"]:
-        lines.append(f'  passed over "rejected" of {counted(n, documents)}: DPO is not supported')
+        lines.append(f'  ignored "rejected" in {counted(n, documents)}: DPO is not supported')
     if made_from["val_fraction"] and not splits["val"]["documents"]:
         lines.append(f"  WARNING: no validation split: it needs two different {documents}")
     chosen, taken = defaults_for(files), []

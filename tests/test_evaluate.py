@@ -198,7 +198,7 @@ def test_the_first_line_or_row_decides_the_task(content, text_column, task, tmp_
         ("--json /nowhere/x.json", "--json /nowhere/x.json: no file can be written there"),
         ("--data /nowhere", "/nowhere: no such file or folder"),
         ("--data CORPUS --split val --task conversations", "--split is for a prepared folder"),
-        (f"--data CORPUS --stride {SEQ_LEN + 1}", f"leaves tokens out: at most {SEQ_LEN}"),
+        (f"--data CORPUS --stride {SEQ_LEN + 1}", f"skips tokens: pass at most {SEQ_LEN}"),
     ],
 )
 def test_flags_that_cannot_work_are_refused_in_one_line(refused, corpus, flags, says):
@@ -208,10 +208,10 @@ def test_flags_that_cannot_work_are_refused_in_one_line(refused, corpus, flags, 
 @pytest.mark.parametrize(
     ("name", "lines", "flags", "says"),
     [
-        ("a.jsonl", [], "", "a.jsonl: no text"),
+        ("a.jsonl", [], "", "a.jsonl has no text"),
         ("a.jsonl", [], "--task choice", "no text, question, or answer"),
         ("a.jsonl", [{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: no "text"'),
-        ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: no question"),
+        ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: not a question"),
     ],
 )
 def test_data_that_cannot_be_scored_is_refused_in_one_line(

@@ -146,7 +146,7 @@ REFUSED = {  # program: {flags after the folder of the run: a keyword of the mes
         ("--prompt", "\udcff"): "not valid UTF-8",
         ("--prompt", "sum 1 " * 40): "the context has 40: shorten",
         ("--prompts", "nowhere.txt"): "--prompts nowhere.txt: No such file or directory$",
-        ("--interactive", "--prompt", "x"): "leave --prompt and --prompts out",
+        ("--interactive", "--prompt", "x"): "leave out --prompt and --prompts",
         ("--prompt", "x", "--device", "quark"): "--device quark cannot be used here",
         ("--prompt", "x", "--batch_size", "0"): "--batch_size: must be at least 1, not 0",
         ("--prompt", "x", "--top_p", "0"): "--top_p must be above 0 and at most 1, not 0.0",

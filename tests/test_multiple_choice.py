@@ -42,11 +42,11 @@ def scorer(accelerator) -> Scorer:
     ("fields", "says"),
     [
         (["a list"], "one object per line (this line is a list)"),
-        (GOOD | {"choices": ["3"], "answer": 0}, "no question"),
-        (GOOD | {"choices": ["3", ""]}, "no question"),
-        (GOOD | {"answer": 3}, "no question"),
-        (GOOD | {"choices": ["3", "\ud83d"]}, "no question"),
-        (GOOD | {"choices": ["1", "2 + 7 = 9; " * 10]}, f"no token, or more than {SEQ_LEN}"),
+        (GOOD | {"choices": ["3"], "answer": 0}, "not a question"),
+        (GOOD | {"choices": ["3", ""]}, "not a question"),
+        (GOOD | {"answer": 3}, "not a question"),
+        (GOOD | {"choices": ["3", "\ud83d"]}, "not a question"),
+        (GOOD | {"choices": ["1", "2 + 7 = 9; " * 10]}, f"tokens, not 1-{SEQ_LEN}"),
     ],
 )
 def test_an_invalid_question_is_an_error_with_its_line_and_the_reason(tokenizer, fields, says):

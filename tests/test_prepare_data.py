@@ -192,7 +192,7 @@ def test_rejected_answers_are_passed_over_with_their_count(workplace, packed, ca
     flags = ["--tokenizer", str(packed / "tokenizer.model"), "--workers", "1", "--skip_bad_lines"]
     main([*flags, "--conversations", "pairs.jsonl"])
     said = capsys.readouterr().out
-    assert said.count('passed over "rejected" of 600 conversations: DPO is not supported\n') == 1
+    assert said.count('ignored "rejected" in 600 conversations: DPO is not supported\n') == 1
     assert "skipped 1 bad conversation" in said
 
 

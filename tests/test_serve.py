@@ -224,9 +224,9 @@ MESSAGE = b'{"messages": [{"role": "user", "content": "%b"}]}'
 REFUSED = [  # path, body, status, the parameter to blame, a word of the message
     (CHAT, {"messages": []}, 400, "messages", "at least 1"),
     (CHAT, {"messages": [TURN | {"role": "robot"}]}, 400, "messages", "robot"),
-    (CHAT, {"messages": [TURN, ANSWER]}, 400, "messages", "the role of the last must be user"),
+    (CHAT, {"messages": [TURN, ANSWER]}, 400, "messages", "must have the role user"),
     (CHAT, {"messages": [PICTURE]}, 400, "messages", "'image_url'} instead of a text"),
-    (CHAT, {"messages": [TURN | {"content": LONG_TEXT}]}, 400, None, "no room for"),
+    (CHAT, {"messages": [TURN | {"content": LONG_TEXT}]}, 400, None, "fills the context"),
     (CHAT, {"messages": [TURN], "temperature": -1}, 400, "temperature", "at least 0 and finite"),
     (CHAT, {"messages": [TURN], "n": 2}, 400, "n", "should be 1"),
     (CHAT, {"messages": [TURN], "tools": [{}]}, 400, "tools", "not permitted"),

@@ -1,4 +1,4 @@
-"""The web application with OpenAI's API: its paths, its answers and its errors."""
+"""The web server: the chat page, and OpenAI's API with its paths, answers and errors."""
 
 import asyncio
 import html
@@ -41,7 +41,7 @@ class Served:
     context: int  # tokens
     name: str
     sampling: Sampling  # defaults for fields that a request leaves out
-    max_bytes: int  # limit of a request's body
+    max_bytes: int  # largest body of a request
     hosts: tuple[str, ...] = ("*",)  # host names that the server accepts; "*" for all
     encoders: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
@@ -98,10 +98,10 @@ def make_app(served: Served) -> FastAPI:
 async def read(
     form: type[GenerationRequest], request: Request, max_bytes: int
 ) -> GenerationRequest:
-    """Parse the body of a request. Raises ApiError if it is too large, or does not fit `form`."""
+    """Parse the body of a request. Raises ApiError if it is too large, or not JSON like `form`."""
     # Without a CORS preflight, browsers let any web page send text/plain and forms, not JSON.
     if not request.headers.get("content-type", "").startswith("application/json"):
-        raise ApiError(400, "the Content-Type has to be application/json")
+        raise ApiError(400, "the Content-Type must be application/json")
     body = b""
     async for part in request.stream():
         body += part
@@ -130,15 +130,15 @@ async def answer(served: Served, form: type[GenerationRequest], request: Request
             prompt, next_ids = await run_in_threadpool(fields.encode, served.tokenizer)
     except ValueError as error:  # its message begins with the name of the field
         raise ApiError(400, str(error), str(error).split()[0].removesuffix(":")) from error
-    room = served.context - len(prompt)
-    if room < 1:
-        message = f"no room for an answer: {len(prompt)} tokens fill a context of {served.context}"
+    n_free = served.context - len(prompt)
+    if n_free < 1:
+        message = f"a prompt of {len(prompt)} tokens fills the context of {served.context} tokens"
         raise ApiError(400, message, code="context_length_exceeded")
     reply = Reply(form is ChatRequest, served.name)
     loop = asyncio.get_running_loop()
     text = StreamedText(
         prompt=prompt,
-        max_new_tokens=min(fields.max_completion_tokens or fields.max_tokens or room, room),
+        max_new_tokens=min(fields.max_completion_tokens or fields.max_tokens or n_free, n_free),
         sampling=sampling,
         next_ids=next_ids,
         tokenizer=served.tokenizer,
@@ -180,7 +180,7 @@ class Reply:
         return JSONResponse(self._form("chat.completion", said, finish_reason) | usage(text))
 
     async def events(self, text: StreamedText, with_usage: bool) -> AsyncIterator[str]:
-        """Yield the text token by token as server-sent events."""
+        """Yield server-sent events, one for each piece of text."""
         if self.chat:
             yield event(self._chunk(role="assistant", content=""))
         finish_reason = None
@@ -225,7 +225,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Connection(H11Protocol):
-    """A connection that is checked against limit_concurrency when it opens."""
+    """A connection that is refused with status 503 if too many connections are open."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -234,7 +234,7 @@ class Connection(H11Protocol):
             self.abort(503, "too many connections: try again later")
 
     def abort(self, status: int, message: str) -> None:
-        """Close the connection, with this error if no answer has begun."""
+        """Close the connection. If no answer has begun, send this error first."""
         if not (self.cycle and self.cycle.response_started):
             head = (f"HTTP/1.1 {status} ", "Connection: close", "Content-Type: application/json")
             error = json.dumps(ApiError(status, message).detail)
@@ -248,15 +248,15 @@ class Server(uvicorn.Server):
     def __init__(self, served: Served):
         config = uvicorn.Config(make_app(served), http=Connection, log_level="warning", ws="none")
         config.limit_concurrency = min(128, os.sysconf("SC_OPEN_MAX") // 2)  # each needs a file
-        config.backlog = config.limit_concurrency // 4  # asyncio accepts `backlog` at a time
+        config.backlog = config.limit_concurrency // 4  # most that asyncio accepts at once
         config.timeout_graceful_shutdown = 5  # seconds
         super().__init__(config)
         self.patience = 20.0  # seconds for a client to send a request or to read more of an answer
         self._worker = served.worker
-        self._since: dict[tuple, float] = {}  # when each wait for a client began
+        self._since: dict[tuple, float] = {}  # `awaited` → when this wait began
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn calls this every 0.1 s: close late connections; at shutdown (True) close all."""
+        """Called every 0.1 s: close connections of slow clients; at shutdown (True) close all."""
         ends = await super().on_tick(counter)
         if ends:
             self._worker.close()

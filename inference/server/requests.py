@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's API: https://platform.openai.com/docs/api-reference.
 
-vLLM added top_k, min_p and repetition_penalty. The limits of values are in inference/sampling.py.
+The fields top_k, min_p and repetition_penalty are vLLM's. inference/sampling.py limits values.
 """
 
 import random
@@ -23,7 +23,7 @@ WITHOUT_EFFECT = (  # noqa: SIM905
 
 
 class Form(BaseModel):
-    """A JSON object. Null counts as missing. In an unknown field 0, false, "", [] and {} do too."""
+    """A JSON object. Null fields are ignored; unknown fields also if 0, false, "", [] or {}."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -80,7 +80,7 @@ class ChatRequest(GenerationRequest):
         turns = [Turn(message.role, text_of(message.content)) for message in self.messages]
         check_turns(turns, "messages")
         if turns[-1].role != USER:
-            raise ValueError("messages: the role of the last must be user")
+            raise ValueError("messages: the last message must have the role user")
         return encode_chat_prompt(tokenizer, turns), []
 
 

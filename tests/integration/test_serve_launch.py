@@ -84,7 +84,7 @@ def test_the_page_says_when_the_context_is_full_and_drops_the_oldest_messages(br
     forgotten, full, refused = texts(browser, "note")
     assert "no longer sees the oldest 2 messages" in forgotten
     assert full == "The context is full: the answer ends here."
-    assert "no room for an answer" in refused
+    assert "fills the context" in refused
     browser.run("document.querySelector('#new').click()")
     wait_until(lambda: texts(browser, "user") == [])
     assert [problem for problem in browser.problems if "400" not in problem] == []
