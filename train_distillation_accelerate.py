@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_config.yaml train_distillation_accelerate.py [flags]
 
-The training loop differs from that of pretraining in two ways: the teacher (--teacher, by default
-the newest pretraining run) reads each micro-batch too, and the loss also compares the logits.
+The loop differs from pretraining in two ways: the teacher (--teacher, by default the newest
+pretraining run) also reads each micro-batch, and the loss also compares the models' logits.
 """
 
 from training.arguments import DistillationArguments

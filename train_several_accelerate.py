@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_config.yaml train_several_accelerate.py \\
       --model small.json --model large.json [flags for all models]
 
-Each model has its own engine, random numbers and run folder. Its losses equal those of a separate
-run of train_pretrain_accelerate.py. All models read the same batches, because the order of the data
-depends only on the seed. All models are saved at the same steps.
+Each model has its own engine, random numbers and run folder. Its losses equal the losses of a
+separate run of train_pretrain_accelerate.py. All models read the same batches, because the order
+of the data depends only on the seed. All models are saved at the same steps.
 """
 
 import json
@@ -27,8 +27,8 @@ from training.interruption import end_stopped, how_to_resume
 from training.run import Run
 from training.start import run_program, select_engine, set_up_together
 
-# Training flags in which models may differ. All others concern the batches, the process, or the
-# steps at which all models log, validate or save.
+# Training flags in which models may differ. All other flags concern the batches, the process, or
+# the steps at which all models log, validate or save.
 OWN = {
     *("run_name", "init_from", "deepspeed", "compile", "gradient_checkpointing"),
     *("optimizer", "learning_rate", "muon_learning_rate", "lr_schedule", "warmup_steps"),
@@ -55,11 +55,11 @@ class SeveralArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         for refused, said in (
-            (not self.model, "--model FILE is missing, once for each model"),
+            (not self.model, "pass --model FILE once for each model"),
             (self.run_name, '--run_name: give each model its own "run_name" in its file'),
             (self.resume not in (None, "auto"), "several models can only use --resume auto"),
             (self.keep_last == 1, "--keep_last 1: several models need 2 checkpoints or more"),
-            ({*self.trackers} - {"tensorboard"}, "several models need tensorboard or none"),
+            ({*self.trackers} - {"tensorboard"}, "several models can only use tensorboard or none"),
         ):
             if refused:
                 raise UsageError(said)
@@ -89,7 +89,7 @@ def train(runs: "Runs") -> None:
 
 
 def set_up(args: SeveralArguments, model_settings: dict) -> "Runs | None":
-    """Return the unfinished runs or None. Raises UsageError or ConfigError if one cannot train."""
+    """Return the unfinished runs, or None. Raises UsageError or ConfigError if a run is invalid."""
     models = read_models(args, model_settings)
     folders = [RunFolder(Path(args.out_dir, args.run_name)) for args, _ in models]
     runs = set_up_together(models, partial(resumed_together, folders, args.resume))
@@ -106,11 +106,11 @@ class Runs:
         for run in self.all:
             run.checkpointer.group = [each.checkpointer for each in self.all]
         self._random = runs
-        self._left = dict.fromkeys(runs, time.perf_counter())  # when each run's last turn ended
+        self._left = dict.fromkeys(runs, time.perf_counter())  # the time at which a turn ended
 
     def in_turn(self) -> Iterator[Run]:
         """Yield each run after switching to its engine and random state. The clock of a run does
-        not count the turns of the others."""
+        not count the turns of other runs."""
         for run in self.all:
             select_engine(run.engine)
             run.log.clock.paused += time.perf_counter() - self._left[run]
@@ -120,7 +120,7 @@ class Runs:
             self._left[run] = time.perf_counter()
 
     def end(self, step: int, val_losses: dict[Run, float | None]) -> None:
-        """Save all runs if one run is due, or after a stop request."""
+        """Save all runs if it is time to save one of them, or after a stop request."""
         stop = self.first.stop
         reason = stop.reason()
         due = [run.is_time_to_save(step, val_losses[run]) for run in self.all]
@@ -133,7 +133,7 @@ class Runs:
 
     def finish(self) -> None:
         """Write the results of each run and a report of all runs; after a stop request, print how
-        to resume them instead. Raises UsageError as `Run.write_results` does."""
+        to resume them instead. Raises UsageError if a last checkpoint was not saved."""
         if self.first.stopped:
             each_saved = [run.close() for run in self.all]
             if self.first.engine.is_main:
@@ -182,8 +182,8 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
 
 
 def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | None]:
-    """Return each run's checkpoint of the newest step at which all runs have an undamaged one; if
-    there are no checkpoints, `resume` for each. Raises UsageError if there is no such step."""
+    """Return each run's checkpoint of the newest step of which all runs have an undamaged one. If
+    no run has a checkpoint, return `resume` for each. Raises UsageError without such a step."""
     steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
     if resume is None or not any(steps):
         return [resume] * len(runs)
@@ -192,9 +192,9 @@ def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | No
         damaged = [f"{path}: {problem}" for path in paths if (problem := damage(path))]
         if not damaged:
             return [str(path) for path in paths]
-        print(f"DAMAGED CHECKPOINT {'; '.join(damaged)}; trying the step before", flush=True)
+        print(f"DAMAGED CHECKPOINT {'; '.join(damaged)}; trying an earlier step", flush=True)
     reason = "no step has an undamaged checkpoint of every model"
-    raise UsageError(f"--resume auto: {reason}: leave out the --model that is behind")
+    raise UsageError(f"--resume auto: {reason}: leave out a --model whose run lacks them")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_the_lora_flags_become_the_adapters_of_the_model():
         ({"lora_alpha": 8.0}, "--lora_alpha needs adapters"),
         ({"lora_module_name": "wq"}, "--lora_module_name needs adapters"),
         ({"lora_dim": 8, "lora_alpha": -1.0}, "--lora_alpha must be positive"),
-        ({"data": "out/data/chat", "conversations": "my.jsonl"}, "give either"),
+        ({"data": "out/data/chat", "conversations": "my.jsonl"}, "give one"),
     ],
 )
 def test_fine_tuning_flags_that_contradict_each_other_are_refused(flags, says):

@@ -24,7 +24,7 @@ def in_the_repository(monkeypatch):
         ({"STAGE": "distill", "DATA": "x"}, "STAGE=distill does not use DATA"),
         ({"STAGE": "sft", "PREPARE_FLAGS": "--reuse"}, "does not use PREPARE_FLAGS"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT (below 65536) cannot be 1, 0 and 70000"),
-        ({"MASTER_PORT": "many"}, "MASTER_PORT must be a number, not 'many'"),
+        ({"MASTER_PORT": "many"}, "MASTER_PORT must be an integer, 0 or larger, not 'many'"),
         ({"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "cannot be 1, 1 and 0"),
         ({"MASTER_ADDR": "node1"}, "set NUM_MACHINES too"),
         ({"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "cannot resolve 'no name'"),

@@ -43,7 +43,7 @@ def test_a_model_has_the_flags_of_its_file_and_the_shared_flags(models_of):
 @pytest.mark.parametrize(
     ("models", "flags", "keyword"),
     [
-        ({}, [], "--model FILE is missing"),
+        ({}, [], "pass --model FILE once for each model"),
         ({}, ["--model", "missing.json"], "missing.json: No such file or directory$"),
         ({"a": {}}, ["--run_name", "x"], "--run_name: give each model its own"),
         ({"a": "[1]"}, [], "a.json: needs flags and their values in braces"),
@@ -55,7 +55,7 @@ def test_a_model_has_the_flags_of_its_file_and_the_shared_flags(models_of):
         ({"a": {}, "b": {"run_name": "a"}}, [], "two models have the same run_name: a, a"),
         ({"a": {}}, ["--resume", "out/runs/a"], "several models can only use --resume auto"),
         ({"a": {}}, ["--keep_last", "1"], "--keep_last 1: several models need 2"),
-        ({"a": {}}, ["--log_with", "wandb"], "several models need tensorboard or none"),
+        ({"a": {}}, ["--log_with", "wandb"], "several models can only use tensorboard or none"),
     ],
 )
 def test_models_that_cannot_be_trained_together_are_refused(models_of, models, flags, keyword):
@@ -94,7 +94,7 @@ def test_all_models_resume_from_the_newest_step_that_is_sound_for_all(resume, ca
     assert resume(small=[10, 20, 30], large=[10, 20], other=[5, 10, 20, 40]) == ["20"] * 3
     assert resume(("b/2",), a=[1, 2], b=[1, 2]) == ["1"] * 2
     said = capsys.readouterr().out
-    assert "step-00000002: weights.safetensors is not what it was; trying the step before" in said
+    assert "step-00000002: weights.safetensors is not what it was; trying an earlier step" in said
     for resume_flag in ("auto", None):  # new runs
         assert resume(c=[], d=[], resume=resume_flag) == [resume_flag] * 2
     for damaged, steps in (

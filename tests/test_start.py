@@ -74,7 +74,7 @@ def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device,
     assert start.warnings(run_of(enough, device, offload)) == []
     (line,) = start.warnings(run_of(enough - 2, device, offload))
     assert line.startswith("WARNING: a process may need ")
-    assert f" and can have {(enough - 2) / GIB:.2f} GiB: a smaller --batch_size" in line
+    assert f", but can use only {(enough - 2) / GIB:.2f} GiB: a smaller --batch_size" in line
     # Offloading saves memory only on a GPU.
     spares = offload and device == "cuda"
     assert (enough < enough_for(run_of(device=device))) == spares
@@ -109,7 +109,7 @@ def test_positions_that_were_never_trained_are_warned_of(run_of, tmp_path, train
     source = SimpleNamespace(path=Path("out/runs/short/weights"), config=lambda: config)
     begin = StartingPoint(RunFolder(tmp_path), checkpoint=tmp_path if resumed else None)
     said = "WARNING: out/runs/short/weights was trained on 256 positions, this run has 512: pass "
-    said += "--max_seq_len 256, or train long enough for the others"
+    said += "--max_seq_len 256, or train long enough to learn the others"
     expected = [said] if trained < CONFIG.max_seq_len and not resumed else []
     assert start.warnings(run_of(source=source, start=begin)) == expected
 
@@ -206,7 +206,7 @@ def test_an_interrupt_saves_returns_and_prints_the_command_that_resumes(
     stopped = "stopped by SIGINT after step 3, saved; to go on:\n"
     said, found, command = capsys.readouterr().out.partition(stopped)
     assert found
-    assert re.search(r"^ +memory: about [\d.]+ MB per process expected, besides", said, re.M)
+    assert re.search(r"^ +memory: about [\d.]+ MB per process expected, plus", said, re.M)
     assert f"report: {run / 'report.html'}" in said
     assert ">not finished</td>" in (run / "report.html").read_text(encoding="utf-8")
     assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]

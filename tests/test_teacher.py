@@ -120,7 +120,7 @@ def test_a_teacher_with_a_shorter_context_or_another_tokenizer_is_refused(
     config = find(weights, **divided).zero.config
     assert config["bf16"] == {"enabled": True}
     assert config["zero_optimization"]["memory_efficient_linear"] is False
-    assert "divides the teacher among a launcher" in refused(weights, data, **divided)
+    assert "--teacher_config needs a launcher" in refused(weights, data, **divided)
     find(weights, **divided).require_fit(data, engine=None)  # before a launch
 
 

@@ -1,4 +1,4 @@
-"""Every flag of the training programs: default, meaning and check in one place.
+"""The flags of pretraining, fine-tuning and distillation: default, meaning and check of each flag.
 
 The model's flags are the fields of `LMConfig`. `python tests/flag_table.py` prints the tables of
 docs/flags.md.
@@ -48,7 +48,7 @@ class TrainingArguments:
     about: ClassVar[str] = "Pretrain a small Llama-like model on packed tokens."
     dataset: ClassVar[type] = PackedDataset  # the class that reads --data
     teacher = None  # only distillation has this flag; an annotation would make it a field here
-    logged: ClassVar[tuple[str, ...]] = ()  # averages to log besides the loss, by name
+    logged: ClassVar[tuple[str, ...]] = ()  # names of averages that are logged after the loss
 
     data: str = setting(
         "out/data/builtin", "folder that scripts.prepare_data made", group="data and output"
@@ -61,12 +61,12 @@ class TrainingArguments:
         "initial weights, which decide the model's shape: a run, RUN@best (lowest validation "
         "loss), a checkpoint, a folder or 'auto' (newest pretraining run); resumed runs ignore it",
     )
-    keep_last: int = setting(3, "newest checkpoints to keep, besides the best; 0: all", AT_LEAST_0)
+    keep_last: int = setting(3, "newest checkpoints to keep (and the best); 0: all", AT_LEAST_0)
     time_limit: float | None = setting(None, "minutes after which to save and stop", POSITIVE)
     num_workers: int = setting(0, "extra processes that read batches; 0: none", AT_LEAST_0)
 
     epochs: int = setting(1, "passes over the training data", AT_LEAST_1, group="training")
-    max_steps: int | None = setting(None, "steps of the run (default: by --epochs)", AT_LEAST_1)
+    max_steps: int | None = setting(None, "steps of the run (default: from --epochs)", AT_LEAST_1)
     batch_size: int = setting(8, "sequences per process in one micro-batch", AT_LEAST_1)
     accumulation_steps: int = setting(1, "micro-batches per optimizer step", AT_LEAST_1)
     optimizer: str = setting(
@@ -81,9 +81,9 @@ class TrainingArguments:
         None, "steps of linear warm-up (default: 1/20 of all steps, at most 2000)", AT_LEAST_0
     )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
-    decay_fraction: float = setting(0.2, "final share of steps, in which 'wsd' decays", SHARE)
+    decay_fraction: float = setting(0.2, "share of steps at the end in which 'wsd' decays", SHARE)
     weight_decay: float = setting(
-        0.1, "weight decay: a step shrinks matrices by learning rate × this", AT_LEAST_0
+        0.1, "weight decay: a step multiplies matrices by 1 - learning rate × this", AT_LEAST_0
     )
     beta1: float = setting(0.9, "decay of AdamW's mean of the gradient", BELOW_1)
     beta2: float = setting(0.95, "decay of AdamW's mean of the squared gradient", BELOW_1)
@@ -113,14 +113,12 @@ class TrainingArguments:
     log_with: str = setting(
         "tensorboard", f"trackers, separated by commas: {', '.join(TRACKERS)}", TRACKER_LIST
     )
-    eval_interval: int = setting(
-        500, "steps between validations; 0: none while training", AT_LEAST_0
-    )
+    eval_interval: int = setting(500, "steps between validations; 0: only at the end", AT_LEAST_0)
     eval_samples: int = setting(1024, "sequences to validate on, spread evenly; 0: all", AT_LEAST_0)
     save_interval: int = setting(
         1000,
-        "steps between regular checkpoints; 0: none (the best, the last and those of "
-        "save_minutes are always saved)",
+        "steps between regular checkpoints; 0: none. The best and the last step are always saved; "
+        "save_minutes saves more",
         AT_LEAST_0,
     )
     save_minutes: float = setting(30.0, "maximum minutes between saves; 0: no limit", AT_LEAST_0)
@@ -146,7 +144,7 @@ class TrainingArguments:
         return self.batch_size * self.accumulation_steps * processes
 
     def adapt(self, model: Transformer) -> None:
-        """Add adapters to a new model before its weights are loaded; only fine-tuning does."""
+        """Add adapters to a new model before its weights are loaded. Only fine-tuning adds any."""
 
     @property
     def trackers(self) -> list[str]:
@@ -162,7 +160,7 @@ def changed(name: str, default):
 
 @dataclass
 class SFTArguments(TrainingArguments):
-    """Flags of fine-tuning. Raises UsageError for values that are invalid or contradictory."""
+    """Flags of fine-tuning. Raises UsageError if a value is invalid or contradicts another."""
 
     program: ClassVar[str] = "train_sft_accelerate.py"
     about: ClassVar[str] = "Fine-tune a model on conversations, so that it answers."
@@ -196,7 +194,7 @@ class SFTArguments(TrainingArguments):
                 raise UsageError(f"--{name} needs adapters: pass --lora_dim too, such as 8")
 
     def adapt(self, model: Transformer) -> None:
-        """Add adapters if --lora_dim is given. Raises ConfigError as `add_lora` does."""
+        """Add adapters if --lora_dim is given. Raises ConfigError if they do not fit the model."""
         if self.lora_dim is None:
             return
         name, only = self.lora_module_name, self.only_optimize_lora
@@ -253,8 +251,8 @@ def flags_of(dataclass_type):
 def build_parser(
     kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
 ) -> argparse.ArgumentParser:
-    """Return the parser of a program's training flags (only those in `only`, if given) and of the
-    model's flags. It returns only flags that the user gave: the dataclasses have the defaults."""
+    """Return a parser of a program's training flags (if `only` is given, of these alone) and of the
+    model's flags. It returns typed flags only, because the dataclasses have the defaults."""
     prog = f"python {kind.program}"
     parser = OneLineParser(prog=prog, description=kind.about, allow_abbrev=False)
     groups = {}
@@ -294,7 +292,7 @@ def show_default(value) -> str:
 def parse_arguments(
     argv: list[str] | None = None, kind: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
-    """Return the training arguments and the model settings that the user gave (not checked here).
+    """Return the training arguments, and the typed model settings (which are not checked here).
     Raises UsageError if a flag is unknown or its value is invalid."""
     return as_arguments(vars(build_parser(kind).parse_args(argv)), kind)
 
@@ -302,7 +300,7 @@ def parse_arguments(
 def as_arguments(
     values: dict, kind: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
-    """Return the same as `parse_arguments`, from parsed flags. This removes entries of `values`."""
+    """Split parsed flags into training arguments and model settings; remove entries of `values`."""
     values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}

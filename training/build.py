@@ -21,7 +21,7 @@ class BuiltModel:
     compilation: Compilation  # whether the blocks are compiled
     model: nn.Module  # model and optimizer as `accelerator.prepare` returned them
     optimizer: torch.optim.Optimizer
-    state: TrainingState  # saves and loads the state of model and optimizer
+    state: TrainingState  # saves and loads weights and optimizer state
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
@@ -38,7 +38,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
-    """Set torch's generators to a state from `random_state`, even if it is from another device."""
+    """Set torch's generators to a state from `random_state`. The device may be another one."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -47,7 +47,7 @@ def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
 def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     """Build a model with random initial weights, and its optimizer. Every process must call it.
 
-    Trained parameters are kept in fp32, frozen ones in the precision of forward and backward.
+    Trained parameters are kept in fp32, frozen parameters in --dtype.
     Raises UsageError if the engine cannot be started, or if the model cannot be compiled.
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator

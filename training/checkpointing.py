@@ -24,13 +24,13 @@ from training.prepare import Prepared
 
 
 class Checkpointer:
-    """Save checkpoints; keep the newest --keep_last of them and the best by validation loss."""
+    """Save checkpoints. Keep the newest --keep_last and the one with the lowest validation loss."""
 
     def __init__(self, prepared: Prepared, engine: Engine, built: BuiltModel, log: TrainingLog):
         self.folder, self.keep_last = prepared.start.folder, prepared.args.keep_last
         self.engine, self.state, self.log = engine, built.state, log
         lora = prepared.shapes.lora
-        self.facts = {  # these go into state.json of every checkpoint
+        self.facts = {  # written to state.json of every checkpoint
             "model": prepared.config.to_dict(),
             "identity": prepared.identity,
             "processes": engine.processes,
@@ -41,13 +41,13 @@ class Checkpointer:
         lowest = files.val_loss(best) if best else math.inf
         # All processes need the same value, but other machines may see the files late.
         self.lowest_val_loss = on_main_process(engine, lambda: lowest)
-        self._writer = threading.Thread()  # writes the latest save
+        self._writer = threading.Thread()  # the thread that writes the latest checkpoint
         self.group: list[Checkpointer] = []  # checkpointers of all models that train together
         self._saved = True  # False: the latest save is in progress or has failed
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Copy the state; a thread writes it while training continues. Every process must call it.
-        A disk error is logged and does not stop training: the previous checkpoint remains."""
+        A disk error is logged, does not stop training, and leaves the older checkpoints."""
         self.wait()
         started = time.perf_counter()
         self.lowest_val_loss = min(self.lowest_val_loss, math.inf if val_loss is None else val_loss)
@@ -74,23 +74,23 @@ class Checkpointer:
         try:
             size = files.write_checkpoint(self.folder, tensors, state) / 1e6
         except Exception as error:  # nobody would see an error that ends this thread
-            self.log.say(f"CHECKPOINT NOT SAVED: {error}; training continues, older ones are kept")
+            self.log.say(f"CHECKPOINT NOT SAVED: {error}; older ones are kept, training continues")
             return
         self._saved = True
         path = self.folder.checkpoint(state["step"])
         self.log.say(f"saved {path}: {size:.1f} MB; training was stalled for {stalled:.2f} s")
-        # Models resume together, so all must have saved this step before old ones are removed.
+        # Models resume from a common step: remove nothing if a model's save runs or has failed.
         if all(other._saved for other in self.group):
             prune(self.folder, self.keep_last)
 
 
 def prune(run: RunFolder, keep_last: int) -> None:
-    """Remove all checkpoints but the newest `keep_last` and the best; none if it is 0."""
+    """Remove all checkpoints except the newest `keep_last` and the best; none if keep_last is 0."""
     if keep_last == 0:
         return
     checkpoints = run.all_checkpoints()
     keep = {*checkpoints[-keep_last:], files.best(checkpoints)}
-    leftovers = run.checkpoints.glob("step-*.*")  # a killed process leaves such folders
+    leftovers = run.checkpoints.glob("step-*.*")  # set aside, or left by a killed process
     for path in {*leftovers, *checkpoints} - keep:
         remove(path)
 
@@ -112,7 +112,7 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
             if len(ranks) == engine.processes:
                 restore_random(ranks[rank], device)
             elif engine.is_main:
-                print("the number of processes has changed: any dropout masks differ", flush=True)
+                print("the number of processes has changed: dropout masks now differ", flush=True)
         except (SafetensorError, OSError, LookupError) as error:
             raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from model.loss import IGNORE_INDEX
 from model.recompute import recomputed
 
-CHUNK_LOGITS = 1 << 25  # 128 MB in fp32; with all temporary tensors about six times as much
+CHUNK_LOGITS = 1 << 25  # logits per chunk: 128 MB in fp32, 6 times as much with temporary tensors
 
 
 def distillation_loss(
@@ -25,16 +25,16 @@ def distillation_loss(
     vocab_size: int | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (loss, hard, soft, agreement), fp32 means over targets other than IGNORE_INDEX (or 0).
+    """Return (loss, hard, soft, agreement), fp32 means over the targets that count (0 if none).
     `loss` = alpha * hard + (1 - alpha) * soft; only it has a gradient. `hard` is the cross-entropy,
     `soft` T² times the divergence, `agreement` the share of targets where both argmaxes agree.
 
     Args:
-        logits: the student's, (B, seq_len, vocab_size or more), in any precision.
+        logits: of the student, (B, seq_len, vocab_size or more), in any precision.
         teacher_logits: (B, seq_len, vocab_size).
-        targets: (B, seq_len) int64; IGNORE_INDEX leaves a position out.
+        targets: (B, seq_len) int64; a position with IGNORE_INDEX does not count.
         args: has alpha, temperature and kl. "forward" is KL(teacher || student), else the reverse.
-        vocab_size: that of the data; student logits beyond this size count only in the hard loss.
+        vocab_size: of the data; the soft loss leaves out student logits beyond this size.
         compiled: whether to compile the computation, which halves its time.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
@@ -53,7 +53,7 @@ def distillation_loss(
 def _sums(
     temperature: float, kl: str, vocab_size: int, logits: Tensor, targets: Tensor, *, theirs: Tensor
 ) -> Tensor:
-    """Return the sums of a chunk: (cross-entropy, T² times the divergence, agreements)."""
+    """Return sums (cross-entropy, T² times divergence, agreements); `theirs`: teacher logits."""
     counts = targets != IGNORE_INDEX  # (tokens,)
     logits = logits.float()  # (tokens, vocab_size or more)
     hard = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -15,10 +15,10 @@ from pathlib import Path
 from training.engine.launch import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SAME_REQUEST_SECONDS = 2.0  # terminal and launcher both send the signal of one Ctrl-C
-LIVES_ON = "PROCESS_LIVES_ON"  # environment variable: a notebook runs `main(argv)`
+SAME_REQUEST_SECONDS = 2.0  # for Ctrl-C, terminal and launcher may both send a signal
+LIVES_ON = "PROCESS_LIVES_ON"  # environment variable: set while a notebook runs `main(argv)`
 STOP_NOTE = "STOP_NOTE"  # environment variable: file to create when a stopped run is saved
-CHECKPOINT_WRITER = "checkpoint writer"  # name of the thread that `exit_rank` waits for
+CHECKPOINT_WRITER = "checkpoint writer"  # name of a thread; `exit_rank` waits for it
 SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange; a signal's code is its number
 
 
@@ -36,7 +36,7 @@ class StopRequest:
             signal.signal(number, self._on_signal)
 
     def saved(self) -> None:
-        """Restart the clock of --save_minutes, because a checkpoint was begun."""
+        """Restart the clock of --save_minutes, because a save has begun."""
         self.time_to_save = False
         self._save_at = time.monotonic() + self.save_seconds
 
@@ -76,7 +76,7 @@ def how_to_resume(run: Path | str) -> str:
     if "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
         typed = "the same command with"  # this process does not know the launcher's flags
     typed = os.environ.get("RESUME_WITH", typed)
-    typed = re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", typed)  # however its value is quoted
+    typed = re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", typed)  # a quoted or a bare value
     return f"{typed} --resume {shlex.quote(str(run))}"
 
 
@@ -86,8 +86,8 @@ def python() -> str:
 
 
 def exit_rank() -> None:
-    """End a rank that has finished or printed its error, without Python's shutdown: gloo may
-    abort there. The launcher then ends the other ranks before they print the same error."""
+    """End a rank that has finished or printed its error, without Python's shutdown, in which gloo
+    may abort. The launcher then ends the other ranks before they print the same error."""
     error = sys.exc_info()[1]
     if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
         return

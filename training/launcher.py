@@ -16,13 +16,13 @@ from training.interruption import STOP_NOTE, how_to_resume
 
 
 def launch() -> int:
-    """Launch and wait; return the exit code of the first process that failed, or 0."""
+    """Launch, and wait for the end. Return the exit code of the first failed process, or 0."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
     for name in logging.root.manager.loggerDict:
         if name.startswith(torch.distributed.__name__):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Otherwise a launcher waits five minutes for a launcher that was stopped on another machine.
+    # Without this, a launcher waits five minutes for a stopped launcher on another machine.
     SimpleElasticAgent._exit_barrier = lambda agent: None
     try:
         main()
@@ -34,10 +34,10 @@ def launch() -> int:
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
-        name = failure.signal_name()  # SIGKILL if the memory ran out
+        name = failure.signal_name()  # SIGKILL if the machine ran out of memory
         say(f"error: process {rank} was ended by {name}; to resume:\n  {how_to_resume('auto')}")
         return 1
-    except (ConnectionError, torch.distributed.DistError) as failed:  # before a process was started
+    except (ConnectionError, torch.distributed.DistError) as failed:  # no process has started
         say(f"error: the machines cannot meet: {str(failed).splitlines()[0]}")
         return EXIT_CODE
     return 0

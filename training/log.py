@@ -30,7 +30,7 @@ class LossMeter:
         self.accelerator = accelerator
         self.names = ("loss", *parts, "weight")
         self._saved_names = [f"log.{name}" for name in (*self.names, "skipped_steps")]
-        # Weighted sums of the values, and last the sum of the weights.
+        # Weighted sums of the values. The last element is the sum of the weights.
         self._step = torch.zeros(len(self.names), device=accelerator.device)  # in this step
         self._sums = torch.zeros_like(self._step)  # in the steps since the last `take`
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=accelerator.device)
@@ -67,7 +67,7 @@ class LossMeter:
 
     def load_state(self, ranks: list[dict[str, Tensor]], rank: int) -> None:
         """Continue from the state of each rank in a checkpoint. If the number of ranks has
-        changed, the first process takes the sums of all."""
+        changed, the first process takes the sums of all ranks."""
         saved = [self._vector(each) for each in ranks]
         same = len(ranks) == self.accelerator.num_processes
         self._sums.copy_((saved[rank] if same else sum(saved) * (rank == 0))[:-1])
@@ -81,7 +81,7 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and seconds since the last report, or since the first step after a start."""
+    """Steps and paused seconds since `began`. The first step and each report begin a new clock."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()
@@ -102,8 +102,8 @@ class TrainingLog:
     accelerator: Accelerator  # only its main process writes
     folder: RunFolder
     args: TrainingArguments
-    tokens_per_step: float  # mean over steps, on all processes together, without padding
-    flops_per_token: float  # forward and backward
+    tokens_per_step: float  # mean tokens of a step on all processes, without padding
+    flops_per_token: float  # model FLOPs of forward and backward
     total_steps: int  # of the whole run
     first_step: int  # 1, or the first step after a resume
     name: str = ""  # printed before every line, if several runs are trained side by side
@@ -113,8 +113,8 @@ class TrainingLog:
         self.clock = StepClock()
         precision = matrix_precision(self.accelerator.mixed_precision)
         self._peak = peak_flops(device_name(self.accelerator.device), precision)
-        self._file = None  # metrics.jsonl, on the main process once `open` was called
-        self._unwritten = b""  # rows that a full disk has refused so far
+        self._file = None  # metrics.jsonl; None before `open` and on other processes
+        self._unwritten = b""  # rows that could not be written yet
 
     def open(self) -> None:
         """Open metrics.jsonl and the trackers; remove rows of steps that will be trained again."""
@@ -148,7 +148,7 @@ class TrainingLog:
         if is_due:
             self._report(step, rate, float(grad_norm), epoch)
         if is_due or step == self.first_step:
-            float(grad_norm)  # waits for the GPU, so that it is idle when the clock starts
+            float(grad_norm)  # waits, so that the GPU is idle when the clock starts
             self.clock = StepClock()
 
     def _report(self, step: int, rate: float, grad_norm: float, epoch: float) -> None:
@@ -195,13 +195,13 @@ class TrainingLog:
         )
 
     def profile(self, step: int, seconds: dict[str, float], line: str) -> None:
-        """Report the seconds of each phase of a step, and print the line."""
+        """Write the seconds of each phase of a step to metrics.jsonl, and print `line`."""
         phases = {f"{name}_seconds": round(s, 5) for name, s in seconds.items()}
         self._write({"step": step} | phases, "profile")
         self.say(line)
 
     def say(self, text: str) -> None:
-        """Print on the main process. An error of stdout, such as a full disk, is ignored."""
+        """Print on the main process. An error while writing, such as a full disk, is ignored."""
         if self.accelerator.is_main_process:
             with suppress(OSError):
                 print(f"{self.name}  {text}" if self.name else text, flush=True)
@@ -211,7 +211,7 @@ class TrainingLog:
             self._file.close()
 
     def _write(self, values: dict, section: str) -> None:
-        """Write a row to metrics.jsonl and to the trackers. A full disk does not stop training."""
+        """Add a row to metrics.jsonl and to the trackers. A full disk does not stop training."""
         if self._file is None:
             return
         values = {name: number(value) for name, value in values.items()}

@@ -28,12 +28,12 @@ MAX_DEFAULT_WARMUP = 2000
 # Coefficients (a, b, c) of each iteration. Five iterations map singular values from 0.0015 to 1
 # into the interval from 0.68 to 1.20.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
-# Elements to orthogonalise at once: few enough for a CPU's caches, enough to keep a GPU busy.
+# Elements that are orthogonalised at once: they fit a CPU's caches, or keep a GPU busy.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 def count_steps(args: TrainingArguments, n_samples: int, processes: int) -> int:
-    """Return the number of optimizer steps: --max_steps, or the steps of --epochs if not given."""
+    """Return the number of optimizer steps: --max_steps, or computed from --epochs."""
     return args.max_steps or math.ceil(args.epochs * n_samples / args.global_batch(processes))
 
 
@@ -85,8 +85,8 @@ def set_learning_rate(optimizer, value: float) -> None:
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[nn.Parameter] = ()
 ) -> list[dict]:
-    """Return the groups of the trained parameters that are not in `without`: matrices, which have
-    weight decay, and the scales of norms, which have none, because scales should stay near 1."""
+    """Return two groups of the trained parameters that are not in `without`: matrices, with weight
+    decay, and scales of norms, without weight decay, because scales should stay near 1."""
     left_out = {id(p) for p in without}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
     matrices = [p for p in parameters if len(shape_of(p)) > 1]
@@ -101,7 +101,7 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
-    """Return the optimizer to pass to `accelerator.prepare`; then call `set_muon_layout`. If
+    """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` after that. If
     DeepSpeed's file has an "optimizer", return a placeholder that holds the parameter groups."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
@@ -124,7 +124,7 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
 
 
 def set_muon_layout(model: nn.Module, engine: Engine) -> None:
-    """Under DeepSpeed, give Muon the place of each matrix in the flat tensors that Muon updates."""
+    """Under DeepSpeed, tell Muon where each matrix lies in the flat tensors that Muon updates."""
     if engine.deepspeed and isinstance(muon := model.optimizer.optimizer, Muon):
         for partition in partitions(model.optimizer, engine.accelerator.process_index):
             muon.layout[partition.fp32] = partition
@@ -149,8 +149,8 @@ class Update(NamedTuple):
 
 
 class Muon(torch.optim.AdamW):
-    """Muon updates groups with "algorithm": "muon", torch.optim.AdamW(fused=True) all others.
-    A Muon group holds matrices and a "momentum"; `dtype` is the precision of orthogonalising."""
+    """Update groups with "algorithm": "muon" by Muon, and all other groups by fused AdamW.
+    A Muon group has matrices and a "momentum"; `dtype` is the precision of orthogonalising."""
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
         super().__init__([{"algorithm": "adamw"} | group for group in groups], lr=lr, fused=True)
@@ -173,7 +173,7 @@ class Muon(torch.optim.AdamW):
         super().step()
 
     def _step_muon(self, group: dict, updated: list[Tensor]) -> None:
-        """Update the tensors of a group. The momentum overwrites their gradients."""
+        """Update the tensors of a Muon group. The momentum overwrites their gradients."""
         momenta = [state_of(self, group, p)["momentum_buffer"] for p in updated]
         gradients = [p.grad for p in updated]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
@@ -190,7 +190,7 @@ class Muon(torch.optim.AdamW):
                 update.weights.add_(direction, alpha=-group["lr"] * scale)
 
     def _updates(self, p: Tensor) -> Iterator[Update]:
-        """Yield the Update of the matrix p; if p is a flat tensor of ZeRO, of each matrix in p."""
+        """Yield the Update of p if p is a matrix, or of each matrix in p if p is flat (ZeRO)."""
         weights = p.view(-1)
         if p not in self.layout:
             yield Update(p.grad, weights, slice(None))
@@ -204,7 +204,7 @@ class Muon(torch.optim.AdamW):
                 yield Update(matrix, weights[part.in_partition], part.in_parameter)
 
     def _gather(self, parts: list[Part], momentum: Tensor) -> Sequence[Tensor]:
-        """Return the whole, flat momenta of split matrices (at most processes - 1 matrices)."""
+        """Return whole flat momenta of matrices that are split between processes."""
         if not parts:
             return []
         sizes = [part.parameter.numel() for part in parts]

@@ -34,7 +34,7 @@ from training.resume import find_starting_point, saved_arguments
 
 def read_launch(config_file: str, args: TrainingArguments) -> bool:
     """Read Accelerate's file, set the environment as its launcher would, and return whether
-    DeepSpeed is used. Raises UsageError if the file is invalid, or is for several machines."""
+    DeepSpeed is used. Raises UsageError if the file is invalid, or if NUM_MACHINES is missing."""
     try:
         config = load_config_from_file(config_file)
         section = getattr(config, "deepspeed_config", None) or {}
@@ -61,8 +61,8 @@ def check_launch(
     flags: dict[str, Any],
     kind: type[TrainingArguments] = TrainingArguments,
 ) -> tuple[Prepared, dict | None]:
-    """Prepare a run without its processes; return it and DeepSpeed's configuration, if any. Raises
-    UsageError, ConfigError or DataError if the launch cannot work."""
+    """Prepare a run in this process alone; return it and DeepSpeed's configuration, if any.
+    Raises UsageError, ConfigError or DataError if the launch cannot work."""
     args, model_settings = as_arguments(dict(flags), kind)
     require_trackers(args.trackers)
     require_usable_gpu()
@@ -77,7 +77,7 @@ def check_launch(
 
 
 def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[str, Any]:
-    """Return the flags of a run to resume that are not given in `flags`; {} for a new run."""
+    """Return the saved flags of a resumed run that are not in `flags`; {} for a new run."""
     if "resume" not in flags:
         return {}
     with redirect_stdout(io.StringIO()):  # `prepare` prints the same messages
@@ -120,13 +120,13 @@ def main(words: list[str]) -> list[str]:
     check = partial(check_launch, request.config, processes, kind=request.kind)
     added = saved_flags(typed, request.kind)
     if added:
-        print(f"resumed: the steps stay {added.get('max_steps', 'as typed')}, whatever MINUTES is")
+        print("resumed with the flags of the run and the typed flags; MINUTES has no effect")
     else:
         shape = {}
         if request.stage != "sft" and not typed.get("init_from"):
-            shape = fitting_shapes(typed)[0]  # the smallest one, until the shape is chosen
+            shape = fitting_shapes(typed)[0]  # the smallest shape, until one is chosen
         if request.stage == "distill":
-            shape.pop("max_seq_len", None)  # the teacher decides it
+            shape.pop("max_seq_len", None)  # the teacher decides the length
         prepared, deepspeed = check(typed | shape)
         added = Dial(request, prepared, deepspeed, typed, processes, preparing).flags()
     check(typed | added)
@@ -135,7 +135,7 @@ def main(words: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    # stdout is for the arguments. Libraries written in C++ may print there too.
+    # stdout is for the launcher's arguments, so everything else that is printed goes to stderr.
     output = os.dup(1)
     os.dup2(2, 1)
     with one_line_errors("run_accelerate.sh", UsageError, ConfigError):

@@ -39,14 +39,14 @@ OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
     *("num_workers", "teacher", "teacher_config", "time_limit"),
 }
-# Settings that may differ from those of the weights. Rotary positions have no weights.
+# Model settings that may differ from the initial weights. Rotary positions have no weights.
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    args: TrainingArguments  # with the paths found; accumulation fits the number of processes
+    args: TrainingArguments  # with found paths; a resume may adapt accumulation_steps
     start: StartingPoint
     source: WeightsFolder | None  # of --init_from; None: random initial weights
     teacher: TeacherWeights | None
@@ -56,7 +56,7 @@ class Prepared:
     shapes: Transformer  # the model on the meta device, with its adapters
     identity: dict  # facts that must stay the same at a resume, see `run_identity`
     total_steps: int  # of the whole run
-    schedule_note: str | None  # says if DeepSpeed's file decides the learning rate
+    schedule_note: str | None  # printed if DeepSpeed's file decides the learning rate
 
     @property
     def n_trained(self) -> int:
@@ -78,7 +78,7 @@ class Prepared:
             return Transformer(self.config).flops_per_token(self.config.max_seq_len) * tokens
 
     def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
-        """Return the work of a process in a step, for the estimate of its memory."""
+        """Return the work of one process in a step, for the memory estimate."""
         return Workload(
             args=self.args,
             shapes=self.shapes,
@@ -121,7 +121,7 @@ def prepare(
     start, source, teacher, settings, data = on_main_process(engine, decide)
     file = file_of(args)
     filled, note, _ = take_schedule(None if file == "none" else read_config(file), args, file)
-    filled = replace(filled, data=args.data or data)  # each process keeps its own path
+    filled = replace(filled, data=args.data or data)  # machines may have different paths
     if teacher:
         filled = replace(filled, teacher=str(teacher.source.path))
     train_set, val_set, shapes, sha256 = on_every_process(engine, open_data)
@@ -148,8 +148,8 @@ def prepare(
 
 
 def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
-    """Return the model settings of the weights, if any, and the typed settings. Raises UsageError
-    if a typed setting contradicts the weights, ConfigError if the shape is invalid."""
+    """Return the model settings of the weights (if any), updated by the typed settings. Raises
+    UsageError if a typed setting contradicts the weights, ConfigError if the shape is invalid."""
     theirs = source.config().shape() if source else {}
     for name, value in typed.items():
         if source and name not in MAY_DIFFER and value != theirs[name]:
@@ -162,8 +162,8 @@ def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
 def find_teacher(
     args: TrainingArguments, source: WeightsFolder | None, settings: dict, engine: Engine | None
 ) -> tuple[TeacherWeights, dict, str]:
-    """Return the teacher, the student's model settings and its data. 'auto' takes the newest run
-    that can teach, and prints why newer runs cannot. Raises UsageError, ConfigError if none can."""
+    """Return the teacher, the student's model settings and the data folder. 'auto' takes the newest
+    run that can teach; print why newer runs cannot. Raises UsageError, ConfigError if none can."""
     names = names_of(args.teacher, Path(args.out_dir), PRETRAINING)
     for name in names:
         try:
@@ -171,11 +171,11 @@ def find_teacher(
             length = teacher.shapes.config.max_seq_len
             if teacher.source.is_foreign:  # its context may be too long to train with
                 length = min(length, LMConfig.max_seq_len)
-            own = {"max_seq_len": length} | settings
+            student = {"max_seq_len": length} | settings
             data = prepared_data(args, source, teacher)
-            train_set = replace(args, data=data).dataset(data, "train", own["max_seq_len"])
+            train_set = replace(args, data=data).dataset(data, "train", student["max_seq_len"])
             teacher.require_fit(train_set, engine)
-            return teacher, own, data
+            return teacher, student, data
         except (UsageError, ConfigError) as problem:
             if name == names[-1]:
                 raise
@@ -185,21 +185,21 @@ def find_teacher(
 def prepared_data(
     args: TrainingArguments, source: WeightsFolder | None, teacher: TeacherWeights | None
 ) -> str:
-    """Return the folder of prepared data; prepare conversations, or a missing built-in corpus.
-    Raises UsageError if the preparation fails, or if the data of the teacher is missing."""
+    """Return the folder of prepared data; prepare conversations or a missing built-in corpus first.
+    Raises UsageError if preparing fails, or if the teacher's data is missing."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer))
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
     elif isinstance(args, SFTArguments) and args.conversations != "builtin":
-        raise UsageError("--data names prepared data, --conversations data to prepare: give either")
+        raise UsageError("--data is prepared data, --conversations is data to prepare: give one")
     elif args.data is None:
         return data_of(str(teacher.source.path))
     elif args.data == TrainingArguments.data and not Path(args.data).exists():
         folder, flags = args.data, ["--data", "builtin"]
     else:
         return args.data
-    flags += ["--out", folder, "--reuse"]  # --reuse takes the user's data too
+    flags += ["--out", folder, "--reuse"]  # reuse data with other settings too
     command = [sys.executable, str(PREPARE_DATA), *flags]
     if subprocess.run(command, stdout=2).returncode:  # to stderr: preflight's stdout is for flags
         print(f"try: python -m scripts.prepare_data {shlex.join(flags)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Measure the phases of a step: waiting for data, forward, backward, optimizer."""
+"""Measure the time of each phase of a step: waiting for data, forward, backward, optimizer."""
 
 import time
 from contextlib import ExitStack
@@ -12,26 +12,26 @@ from torch import nn
 from training.arguments import TrainingArguments
 
 PHASES = ("data", "forward", "backward", "optimizer")
-KEPT_TRACES = 10  # newest traces to keep of each rank, so that they do not fill the disk
+KEPT_TRACES = 10  # number of newest traces to keep per rank, so that traces do not fill the disk
 
 
 class StepProfiler:
-    """Measure one optimizer step in every --profile_interval. A phase ends when the GPU is idle.
+    """Measure one step in every --profile_interval steps. A phase ends when the GPU is idle.
     The trace in `folder` has only the last micro-batch and the optimizer, to stay small."""
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, folder: Path, args: TrainingArguments
     ):
         self.accelerator, self.folder, self.args = accelerator, folder, args
-        self._seconds: dict[str, float] = {}  # of each phase; {} if the step is not measured
+        self._seconds: dict[str, float] = {}  # seconds per phase; {} if the step is not measured
         self._phase, self._since = "", 0.0  # the current phase and the time when it began
         self._micro_batches, self._trace = 0, None
-        self._mark, self._recording = ExitStack(), ExitStack()
-        if args.profile and hasattr(model, "get_global_grad_norm"):  # DeepSpeed steps in backward
+        self._label, self._recording = ExitStack(), ExitStack()
+        if args.profile and hasattr(model, "get_global_grad_norm"):  # DeepSpeed's backward steps
             self._engine_step, model.step = model.step, self._timed_engine_step
 
     def begin_step(self, step: int) -> None:
-        """Begin to measure if this step is to be profiled."""
+        """Begin to measure the step, if it is due."""
         if self.args.profile and step % self.args.profile_interval == 0:
             self._seconds, self._micro_batches = dict.fromkeys(PHASES, 0.0), 0
             self.phase("data")
@@ -44,11 +44,11 @@ class StepProfiler:
         self._micro_batches += name == "forward"
         if name == "forward" and self._micro_batches == self.args.accumulation_steps:
             self._trace = self._recording.enter_context(self.accelerator.profile(ProfileKwargs()))
-        self._mark.enter_context(torch.profiler.record_function(name))
+        self._label.enter_context(torch.profiler.record_function(name))
         self._phase, self._since = name, self._now()
 
     def end_step(self, step: int) -> tuple[dict[str, float], str] | None:
-        """Return (seconds of each phase and of the step, log line); None if not measured."""
+        """Return (seconds per phase and of the step, log line); None if it is not measured."""
         if not self._seconds:
             return None
         self._end_phase()
@@ -72,7 +72,7 @@ class StepProfiler:
     def _end_phase(self) -> None:
         if self._phase:
             self._seconds[self._phase] += self._now() - self._since
-            self._mark.close()
+            self._label.close()
             self._phase = ""
 
     def _now(self) -> float:
@@ -80,7 +80,7 @@ class StepProfiler:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _timed_engine_step(self) -> None:  # DeepSpeed calls it inside backward
+    def _timed_engine_step(self) -> None:  # DeepSpeed's backward calls it
         self.phase("optimizer")
         self._engine_step()
         self.phase("backward")

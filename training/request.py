@@ -26,8 +26,8 @@ CONFIGS = Path("configs")
 
 @dataclass
 class Request:
-    """Environment variables, and flags of the training program. Raises UsageError if variables
-    contradict each other."""
+    """The environment variables and the flags of the training program. Raises UsageError if a
+    variable is invalid or contradicts another variable."""
 
     environ: Mapping[str, str]
     flags: list[str]
@@ -39,7 +39,7 @@ class Request:
         self.kind, unused = STAGES[self.stage]
         for name in unused:
             if self.get(name):
-                help_text = "see bash run_accelerate.sh --help"
+                help_text = "unset it, or see bash run_accelerate.sh --help"
                 raise UsageError(f"STAGE={self.stage} does not use {name}: {help_text}")
         self.minutes = self._minutes()
         self.machines, self.machine = self._count("NUM_MACHINES", 1), self._count("MACHINE_RANK", 0)
@@ -68,7 +68,7 @@ class Request:
     def _count(self, name: str, default: int) -> int:
         text = self.get(name, str(default))
         if not (text.isascii() and text.isdigit()):
-            raise UsageError(f"{name} must be a number, not {text!r}")
+            raise UsageError(f"{name} must be an integer, 0 or larger, not {text!r}")
         return int(text)
 
     def _minutes(self) -> float | None:
@@ -82,11 +82,11 @@ class Request:
 
     def _config(self) -> str:
         """Return the path of Accelerate's configuration file."""
-        engine, own = self.get("ENGINE"), self.get("CONFIG")
-        if engine and own:
-            raise UsageError("ENGINE names a file in configs/, CONFIG your own file: set only one")
+        engine, file = self.get("ENGINE"), self.get("CONFIG")
+        if engine and file:
+            raise UsageError("ENGINE names a file in configs/, CONFIG any file: set only one")
         if not engine:
-            return own or "accelerate_config.yaml"
+            return file or "accelerate_config.yaml"
         names = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
         if engine not in names:
             choice = f"choose one of {' '.join(names)}"
@@ -112,7 +112,7 @@ class Request:
         return words
 
     def data_flags(self) -> list[str]:
-        """Prepare the text, and return the flags that name the data. Training prepares
+        """Prepare the text; return the flags that name the data. The training program prepares
         conversations, because it knows the tokenizer. Raises UsageError if preparing fails."""
         named = any(word.partition("=")[0] == "--data" for word in self.flags)
         if self.stage == "sft":
@@ -127,7 +127,7 @@ class Request:
             return []
         folder = str(default_out(text, more))
         command = [sys.executable, "-m", "scripts.prepare_data", "--data", text, "--out", folder]
-        # Without PREPARE_FLAGS, data that was prepared by hand is used as it is.
+        # Without PREPARE_FLAGS, reuse data of this text that has other settings.
         command += ["--overwrite", *([f"--flags={more}"] if more else ["--reuse"])]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             raise ReportedError(f"{text} could not be prepared")

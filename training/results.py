@@ -1,4 +1,4 @@
-"""Write the results of a run: samples while it trains; then weights, curves and a report."""
+"""Write samples during training; at its end, write weights, loss curve and report."""
 
 import json
 import shlex
@@ -29,16 +29,16 @@ from training.interruption import how_to_resume, python
 from training.log import TrainingLog
 from training.prepare import Prepared
 
-PROMPT_TOKENS = 12  # length of the prompt from the validation text, if --sample_prompt is not given
+PROMPT_TOKENS = 12  # length of a prompt from validation data, if --sample_prompt is not given
 SHOWN = 80  # characters of a sample that the log shows
 
 
 def prompt_and_continuation(
     model: Decoder | Transformer, tokenizer: Tokenizer, prepared: Prepared
 ) -> tuple[str, str]:
-    """Return the prompt, by default from validation or training data, and the model's text."""
+    """Return the prompt (by default from validation or training data) and a continuation."""
     args, data = prepared.args, prepared.val_set or prepared.train_set
-    next_ids = []  # tokens with which the model's text may begin
+    next_ids = []  # tokens with which the continuation may begin; []: all
     if args.sample_prompt is None:
         tokens, targets = data[0]
         if data.kind == CONVERSATIONS:  # the conversation up to its first answer
@@ -46,7 +46,7 @@ def prompt_and_continuation(
         else:
             prompt = tokens[:PROMPT_TOKENS].tolist()
             while len(prompt) > 1 and tokenizer.decode(prompt).endswith("\ufffd"):
-                prompt.pop()  # do not end in the middle of a character
+                prompt.pop()  # the prompt must not end inside a character
     elif data.kind == TEXT:
         prompt, next_ids = tokenizer.encode_prompt(args.sample_prompt)
     else:
@@ -57,13 +57,13 @@ def prompt_and_continuation(
 
 
 def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: TrainingLog):
-    """Append a sample to samples.jsonl, on the main process. A copy of the model with its own
-    random generator writes it, so training is unaffected. A full disk does not stop training."""
+    """Append a sample to samples.jsonl, on the main process. A copy of the model generates the text
+    with a separate random generator: no effect on training. A full disk does not stop training."""
     if not log.accelerator.is_main_process:  # other ranks wait at the next collective operation
         return
     decoder = Decoder(model, getattr(torch, prepared.args.dtype))
-    tokenizer = open_tokenizer(log.folder.path)  # --data may have a new one
-    with torch.compiler.set_stance("force_eager"):  # new shapes would be compiled
+    tokenizer = open_tokenizer(log.folder.path)  # the tokenizer of --data may be newer
+    with torch.compiler.set_stance("force_eager"):  # do not compile for new shapes
         prompt, text = prompt_and_continuation(decoder, tokenizer, prepared)
     row = json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
     try:
@@ -86,7 +86,7 @@ def write_results(prepared: Prepared, weights: dict[str, Tensor], log: TrainingL
         save_portable(folder, config, dict(merged_weights(with_base(run, weights, lora), lora)))
         copy_tokenizer(run.tokenizer, folder)
         _copy_template(run, folder)
-        # Generate the sample from the files just written, to prove that they can be used.
+        # Generate the sample from the new files, to check that they can be used.
         model, tokenizer = load_portable(folder), open_tokenizer(folder)
         prompt, continuation = prompt_and_continuation(model, tokenizer, prepared)
         run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")

@@ -26,7 +26,7 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """The run folder to write into, and the checkpoint to resume from."""
+    """The run folder to write to, and the checkpoint to resume from."""
 
     folder: RunFolder
     checkpoint: Path | None = None  # None: a new run
@@ -84,8 +84,8 @@ def claim(start: StartingPoint) -> None:
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return `args`. For a resumed run, --init_from and --teacher become the run's own models: the
-    weights of --init_from may have been deleted, and 'auto' may mean another run by now."""
+    """Return `args`; at a resume, the run folder replaces --init_from, whose weights may have been
+    deleted, and the run's teacher replaces --teacher auto, which may mean another run by now."""
     if start.checkpoint and args.init_from:
         base = start.folder.base
         args = replace(args, init_from=str(base if base.exists() else start.checkpoint))
@@ -97,7 +97,7 @@ def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingA
 def run_identity(
     train_set: TokenStream, args: TrainingArguments, processes: int, teacher: str | None
 ) -> dict:
-    """Return the facts, besides the model's shape, that must stay the same when a run is resumed.
+    """Return facts that, like the model's shape, must stay the same when a run is resumed.
     `teacher` is the hash of the teacher's weights, if any."""
     identity = {
         "tokenizer": train_set.description["tokenizer_sha256"][:16],
@@ -116,8 +116,8 @@ def resumed_arguments(
     identity: dict,
     processes: int,
 ) -> tuple[TrainingArguments, dict]:
-    """Return `args` and `identity`, with --accumulation_steps adapted to the number of processes to
-    keep the global batch. Raises UsageError, with the differences, if this is another run."""
+    """Return `args` and `identity`, with --accumulation_steps changed to keep the global batch if
+    the number of processes changed. Raises UsageError if the checkpoint is of another run."""
     saved = LMConfig.from_dict(start.state["model"]).shape() | start.state["identity"]
     saved["lora"] = start.state.get("lora")
     steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
@@ -139,7 +139,7 @@ def resumed_arguments(
 
 
 def set_aside(start: StartingPoint) -> None:
-    """Rename checkpoints after `start`, and final weights, which the resumed run writes anew."""
+    """Rename checkpoints after `start` and final weights: the resumed run writes new ones."""
     run = start.folder
     old = [path for path in run.all_checkpoints() if step_of(path) > start.step]
     for path in [*old, run.weights]:
@@ -163,7 +163,7 @@ def write_settings(
         "packages": {x: version(x) for x in PACKAGES} | {"python": platform.python_version()},
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
-    for name in (*TOKENIZER_FILES, run.template.name):  # an earlier run may have left other files
+    for name in (*TOKENIZER_FILES, run.template.name):  # delete the files of an earlier launch
         (run.path / name).unlink(missing_ok=True)
     copy_tokenizer(tokenizer, run.path)
     if args.dataset.kind == CONVERSATIONS:
@@ -187,7 +187,7 @@ def changes_since_stop(
     before = settings | {f"--{name}": value for name, value in old_flags.items()}
     now = {f"--{name}": value for name, value in new_flags.items()}
     now |= {"engine": engine.name, "processes": engine.processes}
-    before |= {name: now[name] for name in ("--resume", "--run_name")}  # without effect on training
+    before |= {name: now[name] for name in ("--resume", "--run_name")}  # no effect on training
     return [
         f"changed since the run was stopped: {name} {before[name]} → {value}"
         for name, value in now.items()

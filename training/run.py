@@ -31,7 +31,7 @@ class MicroBatch(NamedTuple):
     """The sequences of one forward and backward pass on one process."""
 
     tokens: Tensor  # (batch_size, length) int64, on the device of training
-    targets: Tensor  # (batch_size, length) int64, on that device; IGNORE_INDEX does not count
+    targets: Tensor  # (batch_size, length) int64, on the same device; IGNORE_INDEX does not count
     n_targets: int  # number of targets that count in the loss
     weight: float = 1.0  # n_targets / mean n_targets of the step's micro-batches on all processes
 
@@ -45,7 +45,7 @@ def step_batches(
     global_batch = args.global_batch(engine.processes)
     device = engine.accelerator.device
     sampler = MicroBatchSampler
-    if train_set.lengths is not None:  # conversations: a batch has similar lengths
+    if train_set.lengths is not None:  # conversations: group similar lengths
         sampler = partial(LengthSampler, lengths=train_set.lengths, global_batch=global_batch)
     order = sampler(
         len(train_set),
@@ -84,7 +84,7 @@ class Run:
     built: BuiltModel  # the model with its initial weights, and the optimizer
     stop: StopRequest
     teacher: Teacher | None = None  # the model to learn from; distillation only
-    name: str = ""  # printed before every log line, if several runs are trained side by side
+    name: str = ""  # printed before each log line of several runs
 
     def __post_init__(self):
         prepared, engine, start = self.prepared, self.engine, self.prepared.start
@@ -92,7 +92,7 @@ class Run:
         self.args, self.accelerator, self.folder = args, engine.accelerator, start.folder
         self.first_step, self.total_steps = start.step + 1, prepared.total_steps
         self.model, self.optimizer = self.built.model, self.built.optimizer
-        self.stopped: tuple[int, str] | None = None  # the last step, and why the run stopped
+        self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
         self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
         self._batches = step_batches(train_set, args, engine, start.step)
@@ -115,7 +115,7 @@ class Run:
         self.checkpointer = Checkpointer(prepared, engine, self.built, self.log)
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps to take, counted from 1, until the last step or a stop request."""
+        """Yield the numbers of the steps (from 1), until the last step or a stop request."""
         self.model.train()
         for step in range(self.first_step, self.total_steps + 1):
             yield step
@@ -128,7 +128,7 @@ class Run:
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the step."""
+        """Yield the micro-batches of the next step."""
         self.profiler.phase("data")
         for batch in next(self._batches):
             yield batch
@@ -144,7 +144,7 @@ class Run:
     def backward(self, loss: Tensor, batch: MicroBatch, **parts: Tensor) -> None:
         """Run the backward pass of a micro-batch and record its loss for the log. `loss` is the
         mean over the targets that count; Accelerate divides it by --accumulation_steps. `parts`
-        are further means to log, detached."""
+        are detached means that are logged too."""
         self.profiler.phase("backward")
         # The mean over zero targets is NaN; its gradient must be zero.
         weighted = loss * batch.weight if batch.n_targets else loss.nan_to_num() * 0
@@ -208,7 +208,7 @@ class Run:
         return result["loss"] if math.isfinite(result["loss"]) else None
 
     def write_sample(self, step: int) -> None:
-        """Let the model generate a text and append it to samples.jsonl."""
+        """Let the model generate a text, log it and append it to samples.jsonl."""
         with self.log.clock.pause():
             write_sample(step, self.built.state.whole_model(), self.prepared, self.log)
 
@@ -243,10 +243,10 @@ class Run:
             self.accelerator.end_training()
 
     def write_results(self) -> None:
-        """Write weights, sample and report. Raises UsageError if the last save has failed."""
+        """Write weights, sample and report. Then raise UsageError if the last save failed."""
         weights = self.built.state.weights()
         saved = self.close()
         if self.engine.is_main:
             write_results(self.prepared, weights, self.log)
         if not saved:
-            raise UsageError(f"{self.folder.path}: its last checkpoint has not been saved")
+            raise UsageError(f"{self.folder.path}: the last checkpoint was not saved")

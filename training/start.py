@@ -1,4 +1,4 @@
-"""Set up a training program: from its command line to a `Run` that can begin."""
+"""Set up a training program: from the command line to a `Run` that is ready to train."""
 
 import math
 import os
@@ -42,9 +42,9 @@ def run_program(
     argv: list[str] | None,
     make: Callable[[TrainingArguments, dict], Any] | None = None,
 ) -> None:
-    """Set up a run and train it, unless it is finished. With `argv` None, take the flags of the
-    command line and end the process; otherwise, as in a notebook, the process lives on. `make`
-    (default: `set_up`) returns the argument of `train`, or None if the run is finished."""
+    """Set up a run and train it, unless it is finished. If `argv` is None, take the flags of the
+    command line, and end the process. With another `argv`, as in a notebook, the process goes on.
+    `make` (default: `set_up`) returns the argument of `train`, or None if the run is finished."""
     process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
     try:
         with one_line_errors(kind.program, UsageError, ConfigError), process:
@@ -86,7 +86,7 @@ def notebook_process(command: list[str]) -> Iterator[None]:
 
 
 def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
-    """Return a run that is ready for its first step; None if it is finished. Raises UsageError,
+    """Return a run that is ready to train, or None if it is finished. Raises UsageError,
     ConfigError or DataError if the run cannot be trained."""
     return next(iter(set_up_together([(args, model_settings)])), None)
 
@@ -94,8 +94,8 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
 def set_up_together(
     models: list[tuple[TrainingArguments, dict]], resumed: Callable[[], list] | None = None
 ) -> dict[Run, dict]:
-    """Set up runs on the same batches; return the unfinished runs, each with its random state. The
-    main process calls `resumed`, which returns each run's value of --resume."""
+    """Set up runs that read the same batches. Return a dict: unfinished run → its random state. The
+    main process calls `resumed`, if given; it returns the value of --resume for each run."""
     started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
     require_trackers(first.trackers)
     engines = build_engines([args for args, _ in models])
@@ -107,7 +107,7 @@ def set_up_together(
     prepared = [prepare(args, settings, engine) for (args, settings), engine in pairs]
     batches = {(x.config.max_seq_len, x.args.global_batch(1), x.total_steps) for x in prepared}
     if len(batches) > 1:
-        raise UsageError(f"models differ in (max_seq_len, sequences of a step, steps): {batches}")
+        raise UsageError(f"models differ in (max_seq_len, sequences per step, steps): {batches}")
     stop = StopRequest(engines[0], first.time_limit, first.save_minutes, since=started)
     runs = {}
     for each, engine in zip(prepared, engines, strict=True):
@@ -115,7 +115,7 @@ def set_up_together(
         name = each.args.run_name if len(models) > 1 else ""
         if run := start_run(each, engine, stop, name):
             runs[run] = random_state(engine.accelerator.device)
-    for run in runs:  # write files only after every run was accepted
+    for run in runs:  # write files only after all runs are set up
         if run.engine.is_main:
             set_aside(run.prepared.start)
             tokenizer = run.prepared.train_set.tokenizer_path
@@ -133,15 +133,15 @@ def select_engine(engine: Engine) -> None:
 
 
 def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) -> Run | None:
-    """Build the model, load its weights and print the start block; None if the run is finished.
-    Every process must call it. Raises UsageError or ConfigError if it cannot be trained."""
+    """Build the model, load weights, print the start block; return None if the run is finished.
+    Every process must call it. Raises UsageError or ConfigError if the run cannot be trained."""
     args, start, train_set = prepared.args, prepared.start, prepared.train_set
     on_main_process(engine, partial(claim, start))
     engine.set_accumulation(args.accumulation_steps)
     finished = start.step >= prepared.total_steps
     if finished and on_main_process(engine, start.folder.weights.exists):
         steps = f"{start.step} of {prepared.total_steps} steps"
-        engine.accelerator.print(f"{start.folder.path} is finished: {steps}; raise --max_steps")
+        engine.accelerator.print(f"{start.folder.path} is finished, {steps}: raise --max_steps")
         return None
     teacher = None
     if prepared.teacher:
@@ -151,7 +151,7 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
         model = on_every_process(engine, prepared.source.load)
         weights = {name: p.detach() for name, p in model.named_parameters()}
         built.state.load_weights(weights, str(prepared.source.path))
-        if prepared.shapes.lora:  # the run folder keeps the weights that adapters are added to
+        if prepared.shapes.lora:  # the run folder needs the frozen weights too
             keep = (start.folder, prepared.config, weights, train_set.tokenizer_path)
             on_main_process(engine, partial(write_base, *keep))
     run = Run(prepared, engine, built, stop, teacher, name)
@@ -170,7 +170,7 @@ def start_block(run: Run) -> str:
     if prepared.source and not prepared.source.tokenizer.is_file():
         origin += "; it has no tokenizer, but the same vocabulary size"
     if prepared.source and prepared.source.path.name != "base":  # base/ holds no adapter
-        runs = map(RunFolder, prepared.source.path.parents[:2])  # of weights, of a checkpoint
+        runs = map(RunFolder, prepared.source.path.parents[:2])  # run of weights/, or of checkpoint
         if any(run.settings.exists() and run.base.exists() for run in runs):
             origin += "; its adapter is merged into these weights and not trained further"
     rows, read = "sequences", f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
@@ -220,7 +220,7 @@ def start_block(run: Run) -> str:
         "steps": f"{rate.total_steps:,} ({rate.total_steps * batch / len(data):.2f} epochs), "
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
         f"{rate.schedule}",
-        "memory": f"about {memory(expected.peak)} per process expected{offloaded}, besides "
+        "memory": f"about {memory(expected.peak)} per process expected{offloaded}, plus "
         "up to 1 GiB for Python and PyTorch",
         "teacher": teacher,
         "schedule": prepared.schedule_note,
@@ -242,8 +242,8 @@ def warnings(run: Run) -> list[str]:
     """Return the warnings to print before the first step. Every process must call it."""
     args, prepared, engine, device = run.args, run.prepared, run.engine, run.accelerator.device
     work = prepared.workload(engine.processes, device, run.built.compilation.on)
-    room = available_memory(device, engine.processes)
-    room = math.inf if room is None else -engine.largest(-room)  # the smallest of all processes
+    free = available_memory(device, engine.processes)
+    free = math.inf if free is None else -engine.largest(-free)  # the smallest of all processes
     texts = []
     if prepared.val_set is None:
         other = "larger" if args.dataset.kind == CONVERSATIONS else "smaller"
@@ -254,11 +254,11 @@ def warnings(run: Run) -> list[str]:
     source, n = prepared.source, prepared.config.max_seq_len
     if source and not prepared.start.checkpoint and (most := source.config().max_seq_len) < n:
         text = f"WARNING: {source.path} was trained on {most} positions, this run has {n}"
-        texts.append(f"{text}: pass --max_seq_len {most}, or train long enough for the others")
-    if not fits(engine.kind, work, room):
+        texts.append(f"{text}: pass --max_seq_len {most}, or train long enough to learn the others")
+    if not fits(engine.kind, work, free):
         needs = estimate(engine.kind, work).peak
         texts.append(
-            f"WARNING: a process may need {memory(needs)} and can have {memory(room)}: "
+            f"WARNING: a process may need {memory(needs)}, but can use only {memory(free)}: "
             f"{less_memory(args, prepared.config.use_flash_attn)}"
         )
     if engine.total(int(not run.folder.path.exists())):

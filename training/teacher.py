@@ -1,6 +1,6 @@
 """The teacher of distillation: a trained model, whole on every process or divided by ZeRO-3.
 
-The teacher bypasses Accelerate, where a second plugin would overwrite the accumulation steps.
+Accelerate does not prepare it: a second plugin would overwrite the student's accumulation steps.
 """
 
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ from training.engine.zero_inference import ZeroInference
 
 
 def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
-    """Raise DataError if the model has another tokenizer than the data. A model without a tokenizer
-    file must have the same vocabulary size."""
-    room = source.config().vocab_size
-    same, flag = data.vocab_size == room, "the model's tokenizer"
+    """Raise DataError if the tokenizers of the model and the data differ. A model without a
+    tokenizer file must have the vocabulary size of the data."""
+    size = source.config().vocab_size
+    same, flag = data.vocab_size == size, "the model's tokenizer"
     if source.tokenizer.is_file():
         same = tokenizer_hash(source.tokenizer) == data.description["tokenizer_sha256"]
         flag = f"--tokenizer {source.tokenizer}"
-    if not same or data.vocab_size > room:
+    if not same or data.vocab_size > size:
         raise DataError(
             f"{data.folder}, vocabulary {data.vocab_size}, has another tokenizer than the model in "
-            f"{source.path}, vocabulary {room}: prepare the {data.kind} anew with {flag}"
+            f"{source.path}, vocabulary {size}: prepare the {data.kind} anew with {flag}"
         )
 
 
 @dataclass(frozen=True)
 class TeacherWeights:
-    """A teacher whose weights were found, but whose model is not built yet."""
+    """The weights of a teacher, found on the disk but not loaded yet."""
 
     source: WeightsFolder
     shapes: Transformer  # on the meta device
@@ -55,7 +55,7 @@ class TeacherWeights:
             config = read_config(path)
             if (stage := config["zero_optimization"].get("stage")) != 3:
                 raise UsageError(f"{path}: a teacher is divided by ZeRO stage 3, not {stage!r}")
-            # Otherwise DeepSpeed replaces PyTorch's linear function, for the student too.
+            # With True, DeepSpeed replaces PyTorch's linear function, for the student too.
             config["zero_optimization"]["memory_efficient_linear"] = False
             zero = ZeroInference.of_config(config, path, args.dtype)
         with torch.device("meta"):
@@ -63,14 +63,14 @@ class TeacherWeights:
 
     @property
     def in_memory(self) -> TeacherInMemory:
-        """The teacher's part in the memory estimate."""
+        """The teacher as an input of the memory estimate."""
         return TeacherInMemory(self.shapes, kind_of(self.zero.config) if self.zero else DDP)
 
     def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
         """Raise UsageError or DataError if the teacher cannot read the student's batches, or cannot
         be divided because there is no launcher. `engine` is None before a launch."""
         if self.zero and engine and not torch.distributed.is_initialized():
-            raise UsageError("--teacher_config divides the teacher among a launcher's processes")
+            raise UsageError("--teacher_config needs a launcher, such as accelerate launch")
         if not self.source.tokenizer.is_file():
             raise UsageError(f"{self.source.path} has no tokenizer to compare with the data's")
         require_same_tokenizer(self.source, data)
@@ -80,9 +80,9 @@ class TeacherWeights:
 
 
 class Teacher:
-    """A teacher on its device, with weights in `dtype`. Outputs beyond `vocab_size`, the vocabulary
-    of the data, are cut off. Every process must create a Teacher, which draws random numbers, and
-    call it. Raises UsageError or ConfigError if its weights cannot be read."""
+    """A teacher on its device, with weights in `dtype`. Logits beyond `vocab_size`, the vocabulary
+    of the data, are cut off. Every process must create and call it; creating it draws random
+    numbers. Raises UsageError or ConfigError if its weights cannot be read."""
 
     def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):
         self.found, self.vocab_size = found, vocab_size
@@ -92,8 +92,8 @@ class Teacher:
             model = on_every_process(engine, found.source.load)
             model.to(engine.accelerator.device, getattr(torch, dtype))
         self.model = model.requires_grad_(False).eval()
-        shares = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # ZeRO-3: its own part
-        self.held = sum(p.numel() * p.element_size() for p in shares)  # bytes, on this process
+        shares = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # ZeRO-3: a part of p
+        self.held = sum(p.numel() * p.element_size() for p in shares)  # bytes on this process
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Validation: loss, perplexity and bits per byte over the validation data."""
+"""Validation: compute loss, perplexity and bits per byte of the validation data."""
 
 import math
 
@@ -15,15 +15,15 @@ from model import IGNORE_INDEX
 def validation_loader(
     dataset: TokenStream, batch_size: int, max_samples: int, accelerator: Accelerator
 ) -> DataLoader:
-    """Return this process's loader of up to max_samples sequences (0: all), evenly spaced."""
+    """Return this process's loader. All processes read max_samples sequences (0: all) together."""
     chosen = spread(len(dataset), max_samples)
-    if dataset.lengths is not None:  # a batch of similar lengths needs little padding
+    if dataset.lengths is not None:  # similar lengths need little padding
         chosen.sort(key=lambda i: dataset.lengths[i])
     loader = DataLoader(
         Subset(dataset, chosen),
         batch_size,
         collate_fn=getattr(dataset, "collate", None),
-        generator=torch.Generator(),  # otherwise the loader uses the generator of dropout
+        generator=torch.Generator(),  # by default it would share dropout's generator
     )
     return accelerator.prepare_data_loader(loader)
 
@@ -42,7 +42,7 @@ def validate(
     model.eval()
     total_loss, n_targets, samples = 0.0, 0, 0
     for tokens, targets in loader:
-        with torch.compiler.set_stance("force_eager"):  # eval mode would be compiled anew
+        with torch.compiler.set_stance("force_eager"):  # do not compile again for eval mode
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
         per_sample = per_token.sum(dim=1), (targets != IGNORE_INDEX).sum(dim=1)  # (B,) each
         # Accelerate repeats samples to fill the last batch; gather_for_metrics drops them.

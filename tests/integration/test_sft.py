@@ -193,7 +193,7 @@ def test_data_that_does_not_fit_the_program_is_refused_in_one_line(base, data, p
     for script, flags, keyword in (
         (PRETRAIN, f"{out} --data {data}", "holds conversations"),
         (SFT, f"{out} --init_from {base.path} --data {packed}", "holds text"),
-        (SFT, f"{given} --conversations {missing}", "give either"),
+        (SFT, f"{given} --conversations {missing}", "give one"),
         (SFT, f"{out} --init_from {base.path} --conversations {missing}", "prepare_data: error: "),
     ):
         ended = run_warm([sys.executable, script, *TINY, *flags.split()])
