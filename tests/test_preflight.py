@@ -312,13 +312,13 @@ def weights(packed, tmp_path) -> str:
         ({}, "--data {packed} --n_kv_heads 4", "3 layers of dim 96"),
         ({}, "--data {packed} --n_heads 20", "of dim 160"),
         ({}, "--data {packed} --dim 48 --deepspeed ds_config.json", "3 layers of dim 48"),
-        ({}, "--data {packed} --init_from {weights}", "1 layers of dim 32"),
-        ({"STAGE": "sft", "CHAT": "{chat}"}, "--init_from {weights}", "1 layers of dim 32"),
+        ({}, "--data {packed} --init_from {weights}", "1 layer of dim 32"),
+        ({"STAGE": "sft", "CHAT": "{chat}"}, "--init_from {weights}", "1 layer of dim 32"),
         ({"STAGE": "distill", "TEACHER": "{weights}"}, "--data {packed}", "2 layers of dim 64"),
         (
             {"STAGE": "distill", "TEACHER": "{weights}"},
             "--data {packed} --init_from {weights}",
-            "1 layers of dim 32",
+            "1 layer of dim 32",
         ),
     ],
 )

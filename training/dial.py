@@ -1,4 +1,4 @@
-"""Choose the flags that the user has not typed, for a time: measure steps, and apply the recipe."""
+"""Choose the flags that the user did not type, so that the run takes MINUTES: measure and plan."""
 
 import importlib
 import io
@@ -34,19 +34,19 @@ from training.request import Request
 from training.run import Run
 from training.start import notebook_process, set_up
 
-MINUTES = {"cpu": 4, "cuda": 10}  # the default of MINUTES
-# Seconds that a run takes besides steps and validations, as a share of the time until here.
+MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
+# A run also needs LAUNCH_SHARE × the time of preflight (without preparing text), and END_SECONDS.
 LAUNCH_SHARE, END_SECONDS = 1.5, 4
-GPU_TOKENS = 32768  # tokens of a micro-batch that keep a GPU busy
-# FLOP/s to assume before anything is measured: of a CPU's core, and as a share of a GPU's peak.
+GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
+# Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
 CORE_FLOPS, GPU_PEAK, GPU_SHARE = 5e10, 1e14, 0.3
-# Passes over the data after which a model only learns it by heart: a text, a text that is stored in
-# several segmentations (data/encoding.py), conversations.
+# Maximum passes over a text, over a text that is stored in several segmentations (data/encoding.py)
+# and over conversations. With more passes a model only memorises the data.
 MOST_PASSES, MOST_PASSES_SEGMENTED, MOST_PASSES_CHAT = 10, 15, 3
-STUDENT_SHARE = 0.7  # largest student, as a share of the teacher's parameters
-CHAT_BATCH = 16  # conversations of a process in a step
-MEASURED_SECONDS = 1.5  # but at least two steps
-# With so many steps, `report` is never due, and --compile auto compiles.
+STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters
+CHAT_BATCH = 16  # conversations per process in a step
+MEASURED_SECONDS = 1.5  # minimum time to measure; at least two steps
+# Measured steps write no files. They end by time, long before max_steps.
 QUIET = {"log_with": "none", "max_steps": 10**9, "save_interval": 0, "save_minutes": 0.0}
 QUIET |= {"profile": False, "warmup_steps": None, "accumulation_steps": 1}
 
@@ -54,8 +54,8 @@ QUIET |= {"profile": False, "warmup_steps": None, "accumulation_steps": 1}
 def step_seconds(
     kind: type[TrainingArguments], flags: dict, compiled: bool, threads: int | None
 ) -> float:
-    """Return the median time in seconds of the steps of a training program with these flags, in
-    this process. The steps are real, but leave nothing behind.
+    """Run a training program in this process and return its median step time in seconds. The
+    steps are real; the run folder is deleted. `threads`: CPU threads, None for torch's default.
 
     Raises UsageError, ConfigError or DataError if the flags cannot work."""
     flags = flags | QUIET | {"compile": "on" if compiled else "off"}
@@ -64,24 +64,24 @@ def step_seconds(
         tempfile.TemporaryDirectory() as folder,
         redirect_stdout(io.StringIO()),
     ):
-        os.environ["WORLD_SIZE"] = "1"  # one process, whatever the launch will have
+        os.environ["WORLD_SIZE"] = "1"  # the measurement has one process
         args, settings = as_arguments(flags | {"out_dir": folder}, kind)
         with one_line_failures(args, settings):
             run = set_up(args, settings)
-            for number in SIGNALS:  # a Run would finish its step first
+            for number in SIGNALS:  # a signal ends the measurement at once
                 signal.signal(number, signal.SIG_DFL)
             if threads:
                 torch.set_num_threads(threads)
             times = run_steps(run, importlib.import_module(kind.program.removesuffix(".py")).train)
             run.log.close()
-        if torch.distributed.is_initialized():  # only under DeepSpeed
+        if torch.distributed.is_initialized():  # DeepSpeed has created a process group
             importlib.import_module("deepspeed.comm").destroy_process_group()
     return median(times)
 
 
 def run_steps(run: Run, train: Callable[[Run], None]) -> list[float]:
-    """Let a training program's `train` take some steps; return their seconds, without those of the
-    first step, which compiles and takes memory."""
+    """Let a training program's `train` take some steps. Return the seconds of each step except the
+    first, which is slower because it compiles and allocates memory."""
     clock: list[float] = []
 
     def steps() -> Iterator[int]:
@@ -95,14 +95,14 @@ def run_steps(run: Run, train: Callable[[Run], None]) -> list[float]:
                 return
 
     run.steps, run.end, run.finish = steps, lambda *_: None, lambda: None
-    run.validate, run.write_sample = lambda step: None, lambda step: None  # fine-tuning begins so
+    run.validate, run.write_sample = lambda step: None, lambda step: None  # SFT calls them
     train(run)
     return [after - before for before, after in pairwise(clock)]
 
 
-def fitting_shapes(typed: dict[str, Any], shapes=recipe.SHAPES) -> list[dict[str, int]]:
-    """Return the model flags of the shapes that the typed flags fit. Raises ConfigError if the
-    typed flags fit none."""
+def fitting_shapes(typed: dict[str, Any], shapes=recipe.SHAPES) -> list[dict[str, Any]]:
+    """Return the model flags of each shape that is valid with the typed flags. Raises ConfigError
+    if no shape is valid."""
     heads = {name: typed[name] for name in ("n_kv_heads", "head_dim") if name in typed}
     found, problem = [], None
     for shape in shapes:
@@ -119,13 +119,13 @@ def fitting_shapes(typed: dict[str, Any], shapes=recipe.SHAPES) -> list[dict[str
 
 
 class Dial:
-    """Choose the flags of a run for a time.
+    """Choose the flags of a run that takes a given time.
 
     Args:
-        prepared: the run with the smallest shape, unless existing weights decide the shape.
+        prepared: the run with the smallest shape, or with the shape of existing weights.
         deepspeed: DeepSpeed's configuration, if any.
-        typed: the flags that the user typed, and those that name the data.
-        preparing: seconds that the preparation of the text has taken.
+        typed: the flags that the user typed, and the flags that name the data.
+        preparing: seconds that preparing the text took.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ class Dial:
         self.muon = self.kind.takes_muon and typed.get("optimizer") != "adamw"
         self.fixed = prepared.source is not None  # existing weights decide the shape
         self.talks = prepared.args.dataset.kind == CONVERSATIONS
-        # Machines would measure different times, and must choose the same flags.
+        # Several machines would measure different times, but must choose the same flags.
         known = not {"max_steps", "epochs"}.isdisjoint(typed)
         self.assumes = known or request.machines > 1
 
     def models(self) -> list[recipe.Candidate]:
-        """Return the models to choose from, in the order of their size."""
+        """Return the models to choose from, smallest first."""
         if self.fixed:
             return [self.candidate({})]
         typed, shapes, teacher = self.typed, recipe.SHAPES, self.prepared.teacher
@@ -165,8 +165,8 @@ class Dial:
             models = [model for model in models if model.parameters <= most] or models[:1]
         return models
 
-    def candidate(self, settings: dict[str, int]) -> recipe.Candidate:
-        """Return a model with the micro-batch that keeps the device busy, if it fits."""
+    def candidate(self, settings: dict[str, Any]) -> recipe.Candidate:
+        """Return a model with a micro-batch that suits the device and fits in a GPU's memory."""
         data, args = self.prepared.train_set, self.prepared.args
         config = self.prepared.config
         if settings:
@@ -179,8 +179,8 @@ class Dial:
         if self.device.type == "cuda":
             work = replace(self.prepared.workload(1, self.device, False), shapes=shapes)
             gpus = range(min(self.processes, torch.cuda.device_count()))
-            room = min(available_memory(torch.device("cuda", i), self.processes) for i in gpus)
-            rows = max(1, min(rows, largest_batch(self.kind, work, room)))
+            free = min(available_memory(torch.device("cuda", i), self.processes) for i in gpus)
+            rows = max(1, min(rows, largest_batch(self.kind, work, free)))
             if self.request.machines > 1:  # free memory may differ a little between machines
                 rows = 1 << (rows.bit_length() - 1)
         rows = self.typed.get("batch_size", rows)
@@ -189,8 +189,8 @@ class Dial:
         return recipe.Candidate(settings, shapes.num_parameters(), flops, length, rows)
 
     def seconds(self, compiled: bool, model: recipe.Candidate) -> float:
-        """Measure a step of a model with one micro-batch, or assume its time if one process cannot
-        take it, for example if DeepSpeed's file has the batch of several processes."""
+        """Measure the seconds of a step with one micro-batch, or assume them if one process cannot
+        run it, for example if DeepSpeed's file has the batch size of several processes."""
         if self.assumes:
             return self.assumed_seconds(model)
         args, source = self.prepared.args, self.prepared.source
@@ -199,7 +199,7 @@ class Dial:
         flags |= {"teacher": args.teacher} if args.teacher else {}
         flags |= {"init_from": str(source.path)} if source else {}
         if self.request.stage == "sft":
-            flags["conversations"] = "builtin"  # the data is named already
+            flags["conversations"] = "builtin"  # --data names the prepared conversations
         if (file := file_of(args)) != "none":
             flags["deepspeed"] = file
         threads = None
@@ -208,13 +208,13 @@ class Dial:
         try:
             return step_seconds(self.request.kind, flags, compiled, threads)
         except UsageError as error:
-            print(f"the speed is assumed, not measured: {error}")
+            print(f"the speed is assumed, because steps cannot be measured: {error}")
             self.assumes = True
             return self.assumed_seconds(model)
 
     def assumed_seconds(self, model: recipe.Candidate) -> float:
-        """Return the seconds of a step at the speed that is assumed before anything is measured."""
-        flops = CORE_FLOPS * available_cores()
+        """Return the seconds of a step with one micro-batch at an assumed number of FLOP/s."""
+        flops = CORE_FLOPS * available_cores() * self.request.machines / self.processes
         if self.device.type == "cuda":
             precision = matrix_precision(self.prepared.args.mixed_precision)
             peak = peak_flops(torch.cuda.get_device_name(), precision)
@@ -222,7 +222,7 @@ class Dial:
         return model.rows * model.length * model.flops / flops
 
     def task(self, seconds: float) -> recipe.Task:
-        """Return the data of the run, with this time for it."""
+        """Describe the data of a run with `seconds` for steps and validations."""
         args, data, val = self.prepared.args, self.prepared.train_set, self.prepared.val_set
         copies = data.description.get("prepared_from", {}).get("segmentations") or 1
         most = MOST_PASSES_SEGMENTED if copies > 1 else MOST_PASSES
@@ -239,10 +239,10 @@ class Dial:
         )
 
     def plan(self) -> recipe.Plan:
-        """Choose the model and the run, and print them."""
+        """Choose the model, the batch and the steps, and print them."""
         models = self.models()
 
-        def left() -> float:  # for steps and validations; in seconds
+        def left() -> float:  # seconds left for steps and validations
             if self.request.machines > 1:
                 return 60 * self.minutes
             launch = LAUNCH_SHARE * (begun - self.started - self.preparing)
@@ -264,7 +264,7 @@ class Dial:
         return plan
 
     def describe(self, task: recipe.Task, models: list, plan: recipe.Plan) -> str:
-        """Return what was chosen, and what four times the time would choose."""
+        """Describe the plan, and name the model that four times the minutes would train."""
         how = "assumed" if self.assumes else "expected"
         text = f"{plan.model.name}: {plan.steps:,} steps at {plan.tokens_per_second:,.0f} tokens/s "
         text += f"{how}, {plan.passes:.2g} passes over the data"
@@ -272,9 +272,9 @@ class Dial:
             return text
         text = f"{self.minutes:g} minutes for {text}"
         if plan.passes >= 0.99 * task.most_passes:
-            return f"{text}; more passes would only learn it by heart: more text would help"
+            return f"{text}; more passes would only memorise the data: more text would help"
         if plan.steps < recipe.LEAST_STEPS:
-            text += ", which is little: give it more MINUTES"
+            text += "; these are few steps: set more MINUTES"
         if len(models) > 1:
             ratio = plan.step_seconds / plan.accumulation / self.assumed_seconds(plan.model)
             longer = replace(task, seconds=task.seconds + 180 * self.minutes)
@@ -290,7 +290,7 @@ class Dial:
         return model.settings | recipe.optimizer_flags(model, self.muon)
 
     def flags(self) -> dict[str, Any]:
-        """Return the flags to add to those that are typed."""
+        """Return the flags to add to the typed flags."""
         plan = self.plan()
         flags = recipe.run_flags(plan) | self.model_flags(plan.model)
         if not self.fixed:

@@ -1,6 +1,6 @@
-"""The recipe of run_accelerate.sh: the model and the flags that suit a text, a machine and a time.
+"""Compute the model and the flags that run_accelerate.sh uses for a text, a machine and a time.
 
-`choose` measures nothing: it asks a function for the seconds of a step, and is otherwise pure.
+`choose` measures nothing: the function that it is given returns the seconds of a step.
 docs/recipe.md has the measurements behind the numbers; `python -m benchmarks.recipe` repeats them.
 """
 
@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# Shapes of increasing cost: n_layers, dim. In two minutes on two cores no smaller model learned
-# more than the first one.
+from common.numbers import counted
+
+# The shapes to choose from, in order of increasing cost: n_layers, dim.
 SHAPES = (
     *(
         (3, 96),
@@ -26,29 +27,31 @@ SHAPES = (
     ),
     *((16, 1024), (24, 1280), (28, 1536), (32, 2048)),
 )
-SMALL_SHAPES = ((2, 64),)  # for students of a small teacher
+SMALL_SHAPES = ((2, 64),)  # only for a student, whose teacher may be small
 # A run of 5 million tokens suits a model of 1.25 million parameters: 4 tokens per parameter. In
 # longer runs the ratio rises to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 4, 0.286, 20
-# A batch of 4,096 tokens suits a run of 5 million tokens. It doubles when the run grows fourfold.
+# A batch of 4,096 tokens suits a run of 5 million tokens. It doubles when the run's tokens grow
+# fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
 BATCH, BATCH_RISE, LEAST_STEPS = 4096, 0.5, 200
-MIN_STEPS = 20  # the fewest to plan, however short the time; LEAST_STEPS only limits the batch
+MIN_STEPS = 20  # minimum steps of a plan, even if they take too long
 # The worth of a repeated pass falls to 1/e after 15 passes: https://arxiv.org/abs/2305.16264
 WORTH_PASSES = 15.4
 EVALUATIONS = 4  # validations in a run
-LOG_LINES = 50
+ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
+LOG_LINES = 50  # log lines in a run
 
 
 @dataclass(frozen=True)
 class Task:
-    """The data of a run, and the time for it."""
+    """The data of a run, and its time."""
 
     seconds: float  # for training steps and validations
     tokens: float  # training tokens of one pass over the text
-    most_passes: float  # after which a model only learns the text by heart
+    most_passes: float  # more passes would only memorise the text
     copies: int = 1  # segmentations of the text in an epoch, see data/encoding.py
-    validation_tokens: float = 0  # in one validation
-    sequences: float | None = None  # of a step on all processes; None: by the tokens of the run
+    validation_tokens: float = 0  # tokens of one validation
+    sequences: float | None = None  # per step on all processes; None: the run's tokens decide
     processes: int = 1
     typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
 
@@ -57,29 +60,29 @@ class Task:
 class Candidate:
     """A model that a run may train."""
 
-    settings: dict[str, int]  # flags of the model
+    settings: dict[str, Any]  # flags of the model
     parameters: int
     flops: float  # model FLOPs per token
-    length: float  # tokens per sequence
-    rows: int  # sequences of a process in one micro-batch
+    length: float  # mean tokens per sequence
+    rows: int  # sequences per process in one micro-batch
 
     @property
     def name(self) -> str:
         """The shape in words, with the number of parameters."""
-        layers = f"{self.settings['n_layers']} layers of dim {self.settings['dim']}"
-        return f"{layers} ({self.parameters / 1e6:.3g} million parameters)"
+        shape = f"{counted(self.settings['n_layers'], 'layers')} of dim {self.settings['dim']}"
+        return f"{shape} ({self.parameters / 1e6:.3g} million parameters)"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model, and the run that fits into the time."""
+    """A model, and its batch and steps."""
 
     model: Candidate
     step_seconds: float
     accumulation: int
     steps: int
-    tokens: float  # of the whole run
-    passes: float
+    tokens: float  # training tokens of the whole run
+    passes: float  # over the text
 
     @property
     def tokens_per_second(self) -> float:
@@ -87,24 +90,25 @@ class Plan:
 
     @property
     def excess(self) -> float:
-        """Tokens per parameter divided by those that suit; above 1, the model is too small."""
-        suits = TOKENS_PER_PARAMETER * (self.tokens / TOKENS) ** RISE
+        """Tokens per parameter divided by the suitable number; above 1 the model is too small."""
+        suitable = TOKENS_PER_PARAMETER * (self.tokens / TOKENS) ** RISE
         worth = self.tokens
         if self.passes > 1:
             repeats = WORTH_PASSES * -math.expm1((1 - self.passes) / WORTH_PASSES)
             worth = self.tokens / self.passes * (1 + repeats)
-        return worth / self.model.parameters / min(suits, MOST_PER_PARAMETER)
+        return worth / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
 
 
-def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, int]:
+def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, Any]:
     """Return the model flags of a shape. Typed flags override them."""
     dim = typed.get("dim", dim)
-    kv_heads, most = typed.get("n_kv_heads", 2), max(4, dim // 64)
+    kv_heads, most = typed.get("n_kv_heads", 2), max(2, dim // 64)  # heads of 64 channels or more
     counts = range(max(kv_heads, most - most % kv_heads), 0, -kv_heads)
     heads = [n for n in counts if dim % (2 * n) == 0]
     length = 256 if dim < 384 else 512 if dim < 640 else 1024
-    settings = {"n_layers": n_layers, "dim": dim, "n_heads": heads[0] if heads else 4}
-    return {k: typed.get(k, v) for k, v in (settings | {"max_seq_len": length}).items()}
+    settings = {"n_layers": n_layers, "dim": dim, "n_heads": heads[0] if heads else 2}
+    settings |= {"max_seq_len": length, "rope_theta": ROPE_THETA}
+    return {k: typed.get(k, v) for k, v in settings.items()}
 
 
 def choose(
@@ -127,9 +131,9 @@ def choose(
 
 
 def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
-    """Return the run of a model. `seconds` is the time of a step with one micro-batch."""
+    """Return the plan for a model. `seconds` is the time of a step with one micro-batch."""
     typed, together = task.typed, model.rows * model.length * task.processes  # tokens
-    # Validation only passes forward, in a third of the time.
+    # A validation token takes a third of the time: it has no backward pass.
     affordable = together / seconds * task.seconds - EVALUATIONS * task.validation_tokens / 3
     tokens = max(MIN_STEPS * together, min(affordable, task.most_passes * task.tokens))
     batch = min(BATCH * max(1, tokens / TOKENS) ** BATCH_RISE, tokens / LEAST_STEPS)
@@ -145,7 +149,7 @@ def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
 
 
 def run_flags(plan: Plan) -> dict[str, Any]:
-    """Return the flags of batch, steps and intervals."""
+    """Return the flags for batch, steps and intervals."""
     every = math.ceil(plan.steps / EVALUATIONS)
     return {
         "batch_size": plan.model.rows,
@@ -159,27 +163,27 @@ def run_flags(plan: Plan) -> dict[str, Any]:
 
 
 def optimizer_flags(model: Candidate, muon: bool) -> dict[str, Any]:
-    """Return the flags of optimizer and schedule for training from random weights."""
+    """Return the flags for the optimizer and schedule of a model with random weights."""
     # After the warm-up the rates fall in a straight line to 0.
     schedule = {"lr_schedule": "wsd", "decay_fraction": 1.0, "min_lr_ratio": 0.0}
     dim = model.settings["dim"]
     if not muon:
         return schedule | {"optimizer": "adamw", "learning_rate": rounded(3e-3 * 192 / dim)}
     rates = {"learning_rate": rounded(0.02 * (128 / dim) ** 0.5)}
-    rates["muon_learning_rate"] = 0.03 if model.parameters < 1e7 else 0.02
-    return schedule | {"optimizer": "muon"} | rates
+    small = {"muon_learning_rate": 0.03, "muon_momentum": 0.9}  # larger models: Muon's defaults
+    return schedule | {"optimizer": "muon"} | rates | (small if model.parameters < 1e7 else {})
 
 
 def weight_decay(passes: float) -> float:
-    """Return the weight decay of a run: repeated text needs more."""
+    """Return the weight decay: more passes over the text need more weight decay."""
     return rounded(min(0.5, max(0.1, 0.04 * passes)))
 
 
 def fine_tuning_rate(dim: int) -> float:
-    """Return the learning rate of fine-tuning; a narrow model takes a higher one."""
+    """Return the learning rate of fine-tuning; a narrower model gets a higher rate."""
     return rounded(min(2e-3, 2e-3 * (192 / dim) ** 1.5))
 
 
 def rounded(value: float) -> float:
-    """Return a number with two significant digits."""
+    """Round to two significant digits."""
     return float(f"{value:.2g}")
