@@ -1,4 +1,5 @@
-"""Fixtures and helpers of all tests: a small corpus, its prepared data, ways to start programs."""
+"""Fixtures and helpers of all tests: a small corpus, its prepared data, functions to start
+programs."""
 
 import json
 import os
@@ -24,33 +25,34 @@ from data.packing import PackingOptions, prepare
 # step of a tiny model then takes a hundred times as long. This must be set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# A process that is started in the background or by nohup ignores these signals, and so do its
-# children. Tests send these signals to children.
+# A process that was started in the background or by nohup ignores some of these signals, and so do
+# its children. Tests send these signals to children.
 for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 400
-# A process that takes longer is taken to hang, on any machine.
+# A process that takes longer counts as hung, however slow the machine is.
 SAFETY_NET_SECONDS = 900
-# Everything that run_accelerate.sh and the libraries call, besides Python; no compiler, no ninja.
+# All commands that run_accelerate.sh and the libraries call, except Python. No compiler, no ninja.
 TOOLS = ("bash", "sh", "dirname", "basename", "env", "cat", "uname", "rm", "sed")
-# Words in the reason for a skip → what the test needs.
+# Pattern in the reason why a test was skipped → what the test needs.
 NEEDS = {
     r"CUDA|needs a GPU": "a CUDA GPU",
     r"Chromium": "Chromium (apt-get install chromium, or CHROMIUM=path)",
     r"C\+\+ compiler": "a C++ compiler (apt-get install g++)",
     r"libaio": "libaio and a compiler (apt-get install libaio-dev g++)",
     r"only root can mount": "root, to mount a small disk",
-    r"network namespaces": "root and ip (apt-get install iproute2), to make two machines of one",
+    r"network namespaces": "root and ip (apt-get install iproute2), to simulate two machines",
     r"import '?llama_cpp": "llama-cpp-python (pip install llama-cpp-python)",
     r"import '?litgpt": "litgpt (pip install -r requirements-benchmarks.txt)",
 }
 
 
 def write_corpus(path: Path, documents: int = 300) -> Path:
-    """Write a .jsonl file of small sums with some Chinese; it is always the same, about 40 KB."""
+    """Write a .jsonl file of small sums with some Chinese. 300 documents have 44 kB. The text is
+    always the same."""
     lines = []
     for i in range(documents):
         sums = " ".join(f"{a} + {i} = {a + i};" for a in range(1, 9))
@@ -60,7 +62,7 @@ def write_corpus(path: Path, documents: int = 300) -> Path:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run the variants of slow tests too")
+    parser.addoption("--all", action="store_true", help="run variants of tests too")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -87,7 +89,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="session")
 def path_without_compilers(tmp_path_factory) -> str:
-    """A PATH with only this Python and TOOLS: the folder of this Python would add ninja."""
+    """A PATH with only this Python and TOOLS. The folder of this Python itself may have ninja."""
     folder = tmp_path_factory.mktemp("bin")
     for tool in TOOLS:
         (folder / tool).symlink_to(shutil.which(tool))
@@ -113,7 +115,8 @@ def packed(corpus, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def accelerator():
-    """A single-process Accelerator on the CPU; Accelerate's shared state is reset around it."""
+    """A single-process Accelerator on the CPU; Accelerate's shared state is reset before and
+    after the test."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -167,7 +170,7 @@ class Finished:
     out: str  # stdout and stderr
 
     def error(self, program: str = "train_pretrain_accelerate.py") -> str:
-        """Return the one line by which a program has refused to start."""
+        """Return the error line of a program that refused to start."""
         assert "Traceback" not in self.out, self.out
         assert self.code == 2, self.out
         (line,) = [line for line in self.out.splitlines() if "error:" in line]
@@ -206,7 +209,7 @@ def start_warm(command: list[str], output, **environ: str) -> WarmProcess:
 
 
 def run_warm(command: list[str], **environ: str) -> Finished:
-    """`run` without the time that imports take."""
+    """Like `run`, but start a Python command by `start_warm`, which saves the time of imports."""
     with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
         process = start_warm(command, output, **environ)
         try:
@@ -222,7 +225,7 @@ def run_warm(command: list[str], **environ: str) -> Finished:
 
 
 def wait_for(condition, *processes: subprocess.Popen | WarmProcess):
-    """Wait until `condition()` is true and return its value; fail if a process ends before."""
+    """Wait until `condition()` is true and return its value; fail if a process ends first."""
     end = time.monotonic() + SAFETY_NET_SECONDS
     while not (value := condition()):
         assert all(process.poll() is None for process in processes) or condition(), (
@@ -241,8 +244,8 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def tree_of(pid: int) -> list[psutil.Process]:
-    """Return a process and all that it has started. psutil's own `children` compares times of the
-    clock, and misses processes if the clock is set meanwhile."""
+    """Return a process and its descendants. psutil's `children` compares start times, so it misses
+    processes if the system's clock is changed while they run."""
     everyone = list(psutil.process_iter(["ppid"]))
     tree = [psutil.Process(pid)]
     for process in tree:  # grows as it is read
@@ -251,7 +254,7 @@ def tree_of(pid: int) -> list[psutil.Process]:
 
 
 def kill_all(process: subprocess.Popen | WarmProcess, number: int = signal.SIGKILL) -> None:
-    """Kill a process and all that it has started, and wait until they are gone."""
+    """Send a signal to a process and its descendants; wait until they have ended."""
     members = tree_of(process.pid)
     for member in members:
         with suppress(psutil.NoSuchProcess):
@@ -275,7 +278,7 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_po
 
 
 def launch_command(engine: str | Path, processes: int) -> list[str]:
-    """Return the command line up to the script's flags.
+    """Return the command that starts pretraining, without the flags of the program.
 
     Args:
         engine: plain, ddp, zero1, zero2, a launcher's .yaml or a DeepSpeed .json.
@@ -310,7 +313,7 @@ TINY = (
 
 @dataclass
 class Trained:
-    """A run that has ended well."""
+    """A run that has ended without an error."""
 
     path: Path
     out: str  # what it printed
@@ -321,28 +324,28 @@ class Trained:
         return [row for line in lines if key in (row := json.loads(line))]
 
     def column(self, key: str) -> list:
-        """Return this number of every training row."""
+        """Return the value of this key in every training row."""
         return [row[key] for row in self.rows()]
 
     def checkpoint(self, step: int | None = None) -> Path:
-        """Return the checkpoint of a step, or the last."""
+        """Return the checkpoint of this step; None: of the last step."""
         pattern = "step-*[0-9]" if step is None else f"step-{step:08d}"
         return max((self.path / "checkpoints").glob(pattern))
 
     def tensors(self, file: str = "weights", step: int | None = None) -> dict:
-        """Return a checkpoint's weights, or with "optimizer" AdamW's averages, by name."""
+        """Return the tensors of a checkpoint's file by name; "optimizer" has the moments."""
         from safetensors.torch import load_file
 
         return load_file(self.checkpoint(step) / f"{file}.safetensors")
 
     def ends_as(self, other: "Trained", files=("weights", "optimizer", "random")) -> bool:
-        """Whether the last checkpoints are the same to the bit."""
+        """Return True if the last checkpoints of both runs are equal to the bit."""
         names = [f"{file}.safetensors" for file in files]
         ours, theirs = self.checkpoint(), other.checkpoint()
         return all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in names)
 
     def stopped_after(self, step: int, path: Path) -> Path:
-        """Make the folder of a run that was killed when it had saved this step; return it."""
+        """Make and return the folder of a run that was killed after it had saved this step."""
         checkpoint = self.checkpoint(step)
         shutil.copytree(checkpoint, path / "checkpoints" / checkpoint.name)
         shutil.copy(self.path / "metrics.jsonl", path)
@@ -353,7 +356,7 @@ def train_command(engine, processes: int, data: Path, path: Path, flags: str) ->
     """Return the command that trains a TINY model into the run folder `path`.
 
     Args:
-        engine: as `launch_command` takes it, or a whole command line up to the script's flags.
+        engine: as in `launch_command`, or a list: the command without the flags of the program.
     """
     command = engine if isinstance(engine, list) else launch_command(engine, processes)
     where = ["--data", str(data), "--out_dir", str(path.parent), "--run_name", path.name]
@@ -363,7 +366,7 @@ def train_command(engine, processes: int, data: Path, path: Path, flags: str) ->
 def train(
     engine, processes: int, data: Path, path: Path, flags: str, start=run_warm, **environ: str
 ) -> Trained:
-    """Run `train_command`, with `start=run` in new processes; return the run, fail if it fails."""
+    """Run `train_command` and return the run. `start=run` starts new processes, without forks."""
     ended = start(train_command(engine, processes, data, path, flags), **environ)
     assert ended.code == 0, ended.out
     return Trained(path, ended.out)

@@ -11,17 +11,17 @@ from training.arguments import KINDS, TrainingArguments, flags_of, show_default
 
 
 def flag_table() -> str:
-    """All flags as Markdown, one table per group. The last tables have the flags of the other
-    programs that pretraining lacks or has with another default."""
+    """Return all flags as Markdown, one table per group. The last tables are for the other
+    programs: flags that pretraining does not have, or has with another default."""
     known = {item.name: item.default for item in fields(TrainingArguments)}
-    own = [
+    others = [
         (item, f"{group}, `{kind.program}`")
         for kind in KINDS[1:]
         for item, group in flags_of(kind)
         if item.name not in known or item.default != known[item.name]
     ]
     lines, last = [], None
-    for item, title in [*flags_of(TrainingArguments), *flags_of(LMConfig), *own]:
+    for item, title in [*flags_of(TrainingArguments), *flags_of(LMConfig), *others]:
         if title != last:
             head = ["| flag | default | meaning |", "|---|---|---|"]
             lines += ["", f"**{title[0].upper()}{title[1:]}**", "", *head]

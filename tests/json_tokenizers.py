@@ -1,5 +1,5 @@
-"""Small tokenizers like those of SmolLM2 and Llama 3: a tokenizer.json with byte-level BPE, and a
-tokenizer_config.json beside it."""
+"""Write small tokenizers like those of SmolLM2 and Llama 3: a tokenizer.json with byte-level BPE,
+and a tokenizer_config.json."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-# As in the files of SmolLM2-135M and Llama-3.2-1B.
+# The pattern and the markers are those in the files of SmolLM2-135M and Llama-3.2-1B.
 LLAMA_3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -22,16 +22,16 @@ def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int =
     """Train a tokenizer on the texts and write its files; `kind` is one of MARKERS."""
     begin, end, others = MARKERS[kind]
     special = list(dict.fromkeys([begin, end, *others]))
-    first = kind == "smollm2"  # its markers have the first ids, Llama's the last
+    smol = kind == "smollm2"  # SmolLM2's markers have the first ids, Llama's the last
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.Split(tokenizers.Regex(LLAMA_3_PATTERN), "isolated")
-    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=first)
-    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=not first))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits if first else words, pieces])
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=smol)
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=not smol))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits if smol else words, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - (0 if first else len(special)),
-        special_tokens=special if first else [],
+        vocab_size=vocab_size - (0 if smol else len(special)),
+        special_tokens=special if smol else [],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -45,7 +45,7 @@ def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int =
     tokenizer.save(str(folder / "tokenizer.json"))
     flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
     config = {
-        "bos_token": begin,  # both forms are used: a string, and a dictionary
+        "bos_token": begin,  # real files use both forms: a string and a dictionary
         "eos_token": {"__type": "AddedToken", "content": end, "special": True} | flags,
         "tokenizer_class": "GPT2Tokenizer" if kind == "smollm2" else "PreTrainedTokenizerFast",
     }

@@ -1,4 +1,4 @@
-"""A server of a tiny model in a thread of the tests."""
+"""A server of a tiny model that runs in a thread of the test process."""
 
 import threading
 from pathlib import Path
@@ -23,11 +23,11 @@ wait_until = wait_for
 
 
 class LiveServer:
-    """Answers at `url` until it is closed; `context` is in tokens."""
+    """A server that answers at `url` until `close` is called. `context` is in tokens."""
 
     def __init__(self, name: str, tokenizer: Path, context: int, sampling: Sampling | None = None):
         self.tokenizer, self.model = Tokenizer(tokenizer), opinionated(VOCAB_SIZE, context)
-        self.model.output.weight.data[EOS_ID] = 0  # never the likeliest: no text ends by itself
+        self.model.output.weight.data[EOS_ID] = 0  # never the likeliest token: no greedy text ends
         self.worker = Worker(Decoder(self.model), together=16)
         served = Served(
             worker=self.worker,
@@ -54,11 +54,11 @@ class LiveServer:
         self.thread.join()
 
     def continues(self, ids: list[int], n: int, next_ids=(), **sampling) -> str:
-        """Return what the model says after these ids, without a server, greedily by default."""
+        """Return the model's text after these ids, without the server; greedy by default."""
         settings = Sampling(**{"temperature": 0} | sampling)
         (new,) = generate(self.model, [ids], n, settings, next_ids=[next_ids])
         return self.tokenizer.decode([*self.tokenizer.encode("x"), *new])[1:]
 
     def prompt_ids(self, question: str) -> list[int]:
-        """The ids that the model reads when this is a conversation's only question."""
+        """Return the ids of a conversation that has only this question."""
         return encode_chat_prompt(self.tokenizer, [Turn("user", question)])

@@ -1,8 +1,8 @@
-"""Two machines for tests, joined by a cable: namespaces of this machine, each with its own network,
-name, processes and disks.
+"""Simulate two machines joined by a network cable. Each is a set of Linux namespaces with its own
+network, host name, processes and mounts.
 
-Nobody has to clean up after them: the system ends a machine, with all that runs on it, when the
-process that holds it ends.
+Tests need not clean up. When the process that holds a machine ends, the kernel ends all processes
+of the machine.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ NAMESPACES = ("--net", "--uts", "--mount", "--pid")
 
 
 class Machine:
-    """A machine; the constructor starts it."""
+    """A simulated machine; the constructor starts it."""
 
     def __init__(self, name: str, address: str):
         self.name, self.address = name, address
@@ -36,7 +36,7 @@ class Machine:
             reason = self._holder.stderr.read().strip()
             pytest.skip(f"only root can make network namespaces here ({reason})")
         _, first = tree_of(self._holder.pid)
-        self.number = first.pid  # pid, outside, of the machine's first process
+        self.number = first.pid  # pid of the machine's first process, seen from outside
         self._helper: Helper | None = None
 
     def inside(self, cwd: Path = REPOSITORY) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class Machine:
         self.do("mount", "-t", "tmpfs", "none", str(folder))
 
     def start(self, command: list[str], log: Path, **environ: str) -> subprocess.Popen:
-        """Start a command; what it prints goes to a file."""
+        """Start a command; append its output to the file `log`."""
         with open(log, "a") as output:
             return subprocess.Popen(
                 [*self.inside(), *command],
@@ -63,14 +63,14 @@ class Machine:
             )
 
     def start_warm(self, command: list[str], log: Path, **environ: str) -> WarmProcess:
-        """Start a Python command as a fork, see `warm_ranks`; its pid is the one on the machine."""
+        """Start a Python command as a fork, see `warm_ranks`. `pid` is the pid on the machine."""
         if self._helper is None:
             self._helper = Helper(self.inside())
         with open(log, "a") as output:
             return self._helper.start(command, REPOSITORY, clean_environment() | environ, output)
 
     def plug(self, how: str) -> None:
-        """Set the cable "up" or "down"."""
+        """Set this machine's end of the cable "up" or "down"."""
         self.do("ip", "link", "set", CABLE, how)
 
     def stop(self) -> None:
@@ -84,8 +84,8 @@ class Machine:
 def two_machines(folder: Path):
     """Start two machines joined by a cable; skip the test where that is not possible.
 
-    Each machine finds the other by its name, and itself at 127.0.1.1 as on Debian. The files for
-    their /etc/hosts are written to `folder`.
+    On each machine, the name of the other machine leads to its address, and the machine's own name
+    to 127.0.1.1, as on Debian. The files for /etc/hosts are written to `folder`.
     """
     try:
         subprocess.run(["ip", "-V"], check=True, capture_output=True)
@@ -108,7 +108,7 @@ def two_machines(folder: Path):
             lines = ["127.0.0.1 localhost", f"127.0.1.1 {machine.name}"]
             hosts.write_text("\n".join([*lines, f"{other.address} {other.name}", ""]))
             machine.do("mount", "--bind", str(hosts), "/etc/hosts")
-            # Without a DNS server: no server could answer, and each query would wait for one.
-            nobody = "test ! -e /etc/resolv.conf || mount --bind /dev/null /etc/resolv.conf"
-            machine.do("sh", "-c", nobody)
+            # Remove the DNS servers: a machine cannot reach them, so each query would wait.
+            no_dns = "test ! -e /etc/resolv.conf || mount --bind /dev/null /etc/resolv.conf"
+            machine.do("sh", "-c", no_dns)
         yield a, b

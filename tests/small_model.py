@@ -7,7 +7,7 @@ from model.lora import add_lora, is_adapter
 
 
 def opinionated(vocab_size: int, seq_len: int) -> Transformer:
-    """A small model whose predictions are far from uniform."""
+    """Return a small model whose predictions are far from uniform."""
     torch.manual_seed(0)
     shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
     model = Transformer(LMConfig(vocab_size=vocab_size, max_seq_len=seq_len, **shape)).eval()
@@ -17,7 +17,7 @@ def opinionated(vocab_size: int, seq_len: int) -> Transformer:
 
 
 def adapted(only_lora: bool = True, module_name: str = "layers") -> Transformer:
-    """The model of `opinionated` with adapters in which no factor is zero."""
+    """Return the model of `opinionated` with LoRA adapters. No matrix of an adapter is zero."""
     model = opinionated(vocab_size=50, seq_len=16)
     add_lora(model, dim=4, alpha=6.0, module_name=module_name, only_lora=only_lora)
     torch.manual_seed(1)

@@ -72,8 +72,8 @@ def test_a_number_outside_its_limits_is_refused_by_name(name):
         ("--deepspeed --dim 64", "--deepspeed must be the name of a file"),
         ("--log_with=tensorboard,nonsense", "log_with"),
         ("--nonsense 1", "--nonsense"),
-        ("--batch 8", "--batch"),  # no abbreviations
-        ("--vocab_size 9", "--vocab_size"),  # the vocabulary comes with the data
+        ("--batch 8", "--batch"),  # a flag cannot be abbreviated
+        ("--vocab_size 9", "--vocab_size"),  # the data decide the vocabulary
     ],
 )
 def test_a_wrong_flag_is_refused_in_one_line_that_names_it(typed, says):

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, a whole file or folder is left, the old or the new one, and nothing else."""
+"""A write that fails or is killed never leaves an incomplete file or folder under its name."""
 
 import errno
 import os
@@ -35,14 +35,14 @@ def names(folder: Path) -> list[str]:
 
 
 def folder_of(path: Path, text: str) -> Path:
-    """Make a folder with the text in its only file."""
+    """Make and return a folder with the text in its only file."""
     path.mkdir(parents=True)
     (path / "file").write_text(text)
     return path
 
 
 def text_of(path: Path) -> str:
-    """The content of a file, or of a folder by `folder_of`."""
+    """Return the text of a file, or of the only file of a folder by `folder_of`."""
     if path.is_file():
         return path.read_text()
     assert names(path) == ["file"]
@@ -62,7 +62,7 @@ def test_a_file_or_folder_appears_only_when_whole_and_replaces_an_older_one(tmp_
         assert text_of(tmp_path / "new") == text
 
 
-def test_contents_are_synced_before_the_rename_and_the_name_after_it(tmp_path, monkeypatch):
+def test_contents_are_synced_before_the_rename_and_the_parent_after_it(tmp_path, monkeypatch):
     synced = []
 
     def fsync(descriptor: int) -> None:
@@ -109,7 +109,7 @@ def test_the_next_write_deletes_the_leftovers_of_a_killed_process(tmp_path):
     folder_of(tmp_path / "newer.partial", "of another")
     with pytest.raises(KeyboardInterrupt):
         write_folder(tmp_path / "new", "half", KeyboardInterrupt)
-    assert names(tmp_path) == ["new.deleting", "newer.partial"]  # the old one may be the only copy
+    assert names(tmp_path) == ["new.deleting", "newer.partial"]  # new.deleting may be the only copy
     write_folder(tmp_path / "new", "whole")
     folder_of(tmp_path / "new.deleting", "older")
     write_folder(tmp_path / "new", "newest")
@@ -123,7 +123,7 @@ def test_a_folder_is_renamed_before_its_files_are_deleted(tmp_path, monkeypatch)
         patch.setattr(shutil, "rmtree", lambda path, **options: None)  # killed here
         remove(tmp_path / "doomed")
     assert names(tmp_path) == ["doomed.deleting"]
-    folder_of(tmp_path / "doomed", "text")  # again, beside doomed.deleting
+    folder_of(tmp_path / "doomed", "text")  # again, next to doomed.deleting
     (tmp_path / "file").touch()
     for name in ("doomed", "file", "file"):
         remove(tmp_path / name)
@@ -131,7 +131,7 @@ def test_a_folder_is_renamed_before_its_files_are_deleted(tmp_path, monkeypatch)
 
 
 def new(out: Path, overwrite: bool = False) -> None:
-    """Make a folder of the kind "heap", which its file "mine" identifies."""
+    """Make a folder of the kind "heap"; a file "mine" identifies this kind."""
     with new_folder(out, "heap", lambda path: (path / "mine").exists(), overwrite) as partial:
         (partial / "mine").write_text("whole")
 

@@ -22,13 +22,13 @@ def inputs(seq_len=11, batch=2, dim=32) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def head_by_head(layer: Attention, x: torch.Tensor, pos_cis: torch.Tensor) -> torch.Tensor:
-    """Grouped attention as loops over batch, heads and positions, in float64."""
+    """Compute grouped attention by loops over batch, heads and positions, in float64."""
     wq, wk, wv, wo = (w.weight.double() for w in (layer.wq, layer.wk, layer.wv, layer.wo))
     head_dim, group = layer.head_dim, layer.n_heads // layer.n_kv_heads
 
-    def project(weight, row, head, turn):
+    def project(weight, row, head, rotate):
         out = row @ weight[head * head_dim : (head + 1) * head_dim].T  # (T, head_dim)
-        if not turn:
+        if not rotate:
             return out
         return torch.view_as_real(
             torch.view_as_complex(out.unflatten(-1, (-1, 2))) * pos_cis.to(torch.complex128)
@@ -38,9 +38,9 @@ def head_by_head(layer: Attention, x: torch.Tensor, pos_cis: torch.Tensor) -> to
     for row in x.double():
         heads = []
         for head in range(layer.n_heads):
-            q = project(wq, row, head, turn=True)
-            k = project(wk, row, head // group, turn=True)
-            v = project(wv, row, head // group, turn=False)
+            q = project(wq, row, head, rotate=True)
+            k = project(wk, row, head // group, rotate=True)
+            v = project(wv, row, head // group, rotate=False)
             seen = []
             for t in range(len(row)):
                 weights = torch.exp(k[: t + 1] @ q[t] / head_dim**0.5)
@@ -51,7 +51,7 @@ def head_by_head(layer: Attention, x: torch.Tensor, pos_cis: torch.Tensor) -> to
 
 
 @pytest.mark.parametrize("n_rep", [1, 2, 5])
-def test_repeat_kv_repeats_each_head_in_place(n_rep):
+def test_repeat_kv_puts_the_copies_of_a_head_side_by_side(n_rep):
     x = torch.randn(2, 3, 4, 5)
     assert torch.equal(repeat_kv(x, n_rep), x.repeat_interleave(n_rep, dim=2))
 
@@ -59,7 +59,7 @@ def test_repeat_kv_repeats_each_head_in_place(n_rep):
 @KERNELS
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("seq_len", [1, 2, 13])
-def test_grouped_heads_equal_a_loop_over_heads(use_flash_attn, n_kv_heads, seq_len):
+def test_grouped_attention_equals_a_loop_over_heads(use_flash_attn, n_kv_heads, seq_len):
     layer = attention(n_kv_heads=n_kv_heads, use_flash_attn=use_flash_attn)
     x, pos_cis = inputs(seq_len)
     expected = head_by_head(layer, x, pos_cis)

@@ -19,7 +19,7 @@ MODEL = "--dim 32 --n_layers 1 --n_heads 2"
 
 @pytest.fixture
 def rows(tmp_path):
-    """Runs a benchmark in an empty folder; returns the cells of all tables without their heads."""
+    """Runs a benchmark in an empty folder; returns the cells of all tables without header rows."""
 
     def rows(name: str, *flags) -> list[list[str]]:
         command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, flags)]
@@ -47,14 +47,14 @@ def test_throughput_prints_the_number_of_processes(rows, packed):
 
 
 @pytest.mark.slow
-def test_generation_gives_the_text_of_transformers(rows):
+def test_the_generation_benchmark_gets_the_text_of_transformers(rows):
     flags = ["--sizes", "test", "--dtypes", "float32", "--batch_sizes", "2", "--rounds", "1"]
     (row,) = rows("generation", *flags)
     assert (row[:3], row[-1]) == (["test", "float32", "2"], "yes")  # yes: the same text
 
 
 @pytest.mark.slow
-def test_data_measures_preparing_and_loading(rows, corpus):
+def test_the_data_benchmark_measures_preparing_and_loading(rows, corpus):
     flags = ["--data", corpus, "--loader_seq_lens", "32", "--num_workers", "0", "--seconds", "1"]
     prepared, loaded = rows("data", *flags, "--model_tokens_per_second", "1000")
     assert (prepared[1], loaded[:2]) == ("300", ["32", "0"])  # documents
@@ -62,7 +62,7 @@ def test_data_measures_preparing_and_loading(rows, corpus):
 
 @pytest.mark.slow
 @pytest.mark.variant
-def test_engines_have_equal_losses_and_send_the_expected_bytes(rows, packed):
+def test_the_engines_have_equal_losses_and_send_the_expected_bytes(rows, packed):
     flags = "--dim 128 --n_layers 4 --n_heads 4 --max_seq_len 32 --steps 4 --engines ddp,zero2"
     found = rows("engines", *flags.split(), "--data", packed)
     assert [row[0] for row in found] == ["DDP", "DeepSpeed ZeRO-2"]
@@ -73,14 +73,14 @@ def test_engines_have_equal_losses_and_send_the_expected_bytes(rows, packed):
 
 @pytest.mark.slow
 @pytest.mark.variant
-def test_distillation_trains_students_alone_and_distilled(rows, packed):
+def test_the_distillation_benchmark_trains_students_alone_and_distilled(rows, packed):
     flags = ["--data", packed, "--student", MODEL, "--teacher", MODEL, "--batch", LITTLE]
     found = rows("distillation", *flags, "--steps", "10", "--teacher_steps", "10", "--seeds", "1")
     assert [row[0] or row[1] for row in found][1:3] == ["alone", "distilled"]
 
 
 @pytest.mark.slow
-def test_sft_measures_this_project(rows, tmp_path, packed):
+def test_the_sft_benchmark_measures_this_project(rows, tmp_path, packed):
     words = ["train_pretrain_accelerate.py", *MODEL.split(), *LITTLE.split(), "--max_steps", "2"]
     words += ["--data", packed, "--out_dir", tmp_path / "out/runs", "--log_with", "none"]
     assert run([sys.executable, *map(str, words)]).code == 0
@@ -114,7 +114,7 @@ case "$*" in *"$FAILING"*) echo "no room" >&2; exit 3;; esac
 
 
 @pytest.mark.parametrize(("failing", "code"), [("nothing", 0), ("-m pytest", 1)])
-def test_gpu_script_reports_every_part_and_every_failure(tmp_path, failing, code):
+def test_the_gpu_script_reports_every_part_and_every_failure(tmp_path, failing, code):
     (stub := tmp_path / "python").write_text(STUB)
     stub.chmod(0o755)
     command = ["bash", "benchmarks/gpu.sh", str(tmp_path / "report")]

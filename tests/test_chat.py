@@ -1,4 +1,4 @@
-"""A conversation in the terminal: its memory, its answers, its notes and its end."""
+"""A conversation in the terminal: the turns that the model sees, its answers and the notes."""
 
 import io
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ def model():
 
 
 def turns(*contents: str) -> list[Turn]:
-    """Turns with these contents, of the user and the assistant alternately."""
+    """Return turns with these contents, of the user and the assistant alternately."""
     return [Turn(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
 
 
@@ -46,12 +46,12 @@ def chat(model, tokenizer):
     return Chat(decoder=Decoder(model), tokenizer=tokenizer, **settings)
 
 
-@pytest.mark.parametrize("room_for", [3, 4])  # messages; a question is dropped with its answer
+@pytest.mark.parametrize("n_fitting", [3, 4])  # a question is dropped together with its answer
 def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
-    chat, tokenizer, capsys, room_for
+    chat, tokenizer, capsys, n_fitting
 ):
     said, question = turns("sum 1", "1", "sum 2", "2", "sum 3", "3"), Turn("user", "sum 4")
-    fitting = encode_chat_prompt(tokenizer, [BRIEF, *[*said, question][-room_for:]])
+    fitting = encode_chat_prompt(tokenizer, [BRIEF, *[*said, question][-n_fitting:]])
     chat.context, chat.turns = len(fitting) + 12, said
     assert chat.ask("sum 4") == encode_chat_prompt(tokenizer, [BRIEF, *said[4:], question])
     assert chat.turns == turns("sum 3", "3", "sum 4")
@@ -65,7 +65,7 @@ def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
 
 @pytest.fixture
 def converse(chat, monkeypatch, capsys):
-    """Types these lines, or raises those that are exceptions; returns the answers and the text of
+    """Types these lines; raises a line that is an exception. Returns the answers and the text of
     stderr."""
 
     def typed(*lines) -> tuple[list[str], str]:

@@ -1,4 +1,5 @@
-"""The template against transformers' apply_chat_template on an exported tokenizer."""
+"""Conversations get the ids that transformers' apply_chat_template gives with an exported
+tokenizer."""
 
 from types import SimpleNamespace
 
@@ -57,7 +58,7 @@ def test_conversations_have_the_ids_of_transformers_template(tokenizer, exported
         messages, (ids, _) = [t._asdict() for t in turns], encode_conversation(tokenizer, turns)
         assert exported.apply_chat_template(messages, return_dict=False) == ids, turns
         markers = [id for id in ids if id in (tokenizer.bos_id, tokenizer.eos_id)]
-        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * len(turns)  # texts have no markers
+        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * len(turns)  # none from texts
         options = {"add_generation_prompt": True, "return_dict": False}
         theirs = exported.apply_chat_template(messages, **options)
         assert theirs == encode_chat_prompt(tokenizer, turns), turns

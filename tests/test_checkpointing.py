@@ -1,4 +1,4 @@
-"""Saving in the background of training, and loading; test_checkpoint.py tests the files."""
+"""Saving while training continues, and loading; test_checkpoint.py tests the files."""
 
 import threading
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "adamw"}
 
 
 class FakeState:
-    """A TrainingState of one number."""
+    """A TrainingState whose weights are one number."""
 
     def __init__(self, value: float = 1.0):
         self.value = value
@@ -127,7 +127,7 @@ def test_a_saved_state_is_loaded_again(run):
 
 @pytest.fixture
 def of_three(run, monkeypatch):
-    """A checkpoint by three ranks; the meter of rank i has the loss 1 + i and the weight 2 + i."""
+    """A checkpoint of three ranks. The meter of rank i has the loss 1 + i and the weight 2 + i."""
 
     def gather(mine: list[dict]) -> list[dict]:
         everyone = [{name: value.clone() for name, value in mine[0].items()} for _ in range(3)]
@@ -201,11 +201,11 @@ def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(ru
 
 
 def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
-    """The copy does not have what training changes meanwhile. A second save waits for the first."""
-    room = threading.Event()
+    """Later changes by training are not in the copy. A second save waits for the first save."""
+    may_write = threading.Event()
 
     def write(*args):
-        room.wait(timeout=60)
+        may_write.wait(timeout=60)
         return write_checkpoint(*args)
 
     monkeypatch.setattr(checkpointing.files, "write_checkpoint", write)
@@ -214,7 +214,7 @@ def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
     checkpointer.state.value = 2.0
     assert checkpointer.log.lines == []
     assert run.all_checkpoints() == []
-    room.set()
+    may_write.set()
     checkpointer.save(2, None)
     assert checkpointer.log.lines[0].startswith(f"saved {run.checkpoint(1)}: ")
     assert checkpointer.wait()
@@ -239,7 +239,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(ru
     assert run.latest.read_text() == "step-00000001\n"
     beside = checkpointer_of(run)
     beside.keep_last, beside.group = 1, [checkpointer]
-    beside.save(2, None)  # of a model that is trained together with the one that failed
+    beside.save(2, None)  # of another model in the same training, whose saves work
     assert beside.wait()
     assert steps_of(run) == [1, 2]
     checkpointer.save(3, None)

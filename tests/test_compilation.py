@@ -64,7 +64,7 @@ def test_a_failing_compiler_is_reported_in_one_line(tmp_path):
     broken, called = tmp_path / "g++", tmp_path / "called"
     broken.write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
     broken.chmod(0o755)
-    # In a process of its own: PyTorch reads CXX once, when it is imported.
+    # In a new process: PyTorch reads CXX once, when it is imported.
     ask = "import torch; from training.engine.compilation import obstacle; "
     ask += "print(obstacle(torch.device('cpu')))"
     environment = {"CXX": str(broken), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
@@ -82,7 +82,7 @@ def test_ddp_does_not_split_the_graphs_of_compiled_blocks(monkeypatch):
 
 @needs_compiler
 def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32():
-    shape = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70}  # not whole blocks
+    shape = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70}  # a block of 64, and 6
     results = []
     tokens = torch.randint(0, 50, (2, shape["max_seq_len"] + 1))
     for fast in (False, True):

@@ -18,7 +18,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("names", WRONG)
-def test_values_of_the_wrong_type_are_refused_by_name(names):
+def test_wrong_types_and_sizes_below_1_are_refused_by_name(names):
     for name in names:
         for value in WRONG[names]:
             with pytest.raises(ConfigError, match=f"^{name} "):
@@ -47,7 +47,7 @@ def test_values_of_the_wrong_type_are_refused_by_name(names):
         ({"vocab_size": 10**10}, ["vocab_size", "at most"]),
     ],
 )
-def test_shapes_that_cannot_be_built_are_refused_by_name(settings, named):
+def test_settings_that_cannot_work_are_refused_by_name(settings, named):
     with pytest.raises(ConfigError) as error:
         LMConfig(**settings)
     assert all(word in str(error.value) for word in named)
@@ -75,10 +75,10 @@ def test_a_config_without_the_newest_fields_gives_the_same_model():
         LMConfig(head_dim=48, rope_scaling=SCALING),
     ],
 )
-def test_a_config_survives_json(config):
+def test_a_config_is_equal_after_writing_and_reading_json(config):
     assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_unknown_settings_are_named():
+def test_unknown_settings_are_refused_by_name():
     with pytest.raises(ConfigError, match="n_experts, n_shared"):
         LMConfig.from_dict({"dim": 64, "n_shared": 1, "n_experts": 4})

@@ -17,7 +17,7 @@ from data.tokenizer import Tokenizer
 
 
 def conversation(i: int) -> list[Turn]:
-    """Conversation number i, with one or two questions. Each number gives another conversation."""
+    """Return conversation number i, with one or two questions. They are all different."""
     turns = [Turn("user", f"1 + {i}?"), Turn("assistant", f"{1 + i}")]
     if i % 2:
         turns = [Turn("system", "Add."), *turns]
@@ -37,7 +37,7 @@ def write(path: Path, conversations=CONVERSATIONS, key="messages") -> Path:
 
 @pytest.fixture
 def pack(packed, tmp_path):
-    """A function that prepares conversations with the small corpus's tokenizer."""
+    """Prepares conversations with the tokenizer of the small corpus; returns their folder."""
 
     def prepare_them(path: Path, name="out", **changes) -> Path:
         settings = {"vocab_size": None, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}
@@ -50,7 +50,8 @@ def pack(packed, tmp_path):
 
 
 def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
-    """The ids of each conversation in a split and of each answer, without this project's reader."""
+    """Return the ids of each conversation of a split, and of its answers, without this project's
+    reader."""
     part = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))["splits"][split]
     if not part["tokens"]:
         return []
@@ -73,7 +74,7 @@ def expected(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[l
 
 
 def split_indices(folder: Path) -> tuple[list[int], list[int]]:
-    """The indices in CONVERSATIONS of the training and of the validation conversations."""
+    """Return the indices in CONVERSATIONS of the training and of the validation conversations."""
     tokenizer = Tokenizer(folder / "tokenizer.model")
     numbers = {tuple(expected(tokenizer, turns)[0]): i for i, turns in enumerate(CONVERSATIONS)}
     train, val = ([numbers[tuple(ids)] for ids, _ in stored(folder, s)] for s in ("train", "val"))

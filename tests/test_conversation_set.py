@@ -29,7 +29,7 @@ def conversation(turns: list[tuple[int, int]], first: int = 1) -> tuple[np.ndarr
 
 
 def make_set(folder, conversations, val=(), shard_tokens=10**6):
-    """A prepared folder of these conversations, without tokenizer."""
+    """Make a prepared folder of these conversations, without a tokenizer."""
     folder.mkdir()
     splits = {}
     for split, some in (("train", conversations), ("val", val)):
@@ -53,7 +53,7 @@ def many(n=60, seed=0) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def expected_row(tokens, answers, seq_len) -> tuple[list[int], list[int]] | None:
-    """The row of one conversation, computed plainly; None if no answer fits."""
+    """Compute the row of a conversation in the simplest way; None if no answer fits."""
     fitting = [span for span in answers.tolist() if span[1] <= seq_len + 1]
     if not fitting:
         return None
@@ -117,7 +117,7 @@ def test_the_identity_depends_on_tokens_and_answers(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_training_rows_are_padded_at_the_end_to_a_common_multiple(tmp_path, workers):
+def test_training_rows_are_padded_at_the_end_to_a_multiple_of_a_length(tmp_path, workers):
     dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 1000)
     sampler = LengthSampler(len(dataset), 4, lengths=dataset.lengths, global_batch=4)
     batches = islice(endless_batches(dataset, sampler, num_workers=workers), 5)
@@ -131,7 +131,7 @@ def test_training_rows_are_padded_at_the_end_to_a_common_multiple(tmp_path, work
             assert (targets[i, len(row) :] == IGNORE_INDEX).all()
             assert (tokens[i, len(row) :] == 0).all()
     row = torch.ones(999, dtype=torch.int64)
-    for n, padded in ((1, 62), (62, 62), (63, 124), (999, 1000)):  # never beyond the context
+    for n, padded in ((1, 62), (62, 62), (63, 124), (999, 1000)):  # at most the context
         assert dataset.collate([(row[:n], row[:n])] * 2)[0].shape == (2, padded)
 
 

@@ -128,7 +128,7 @@ def test_an_invalid_conversation_is_refused_in_one_line_with_its_place(value, re
 
 
 def read(path: Path) -> list[tuple[str, list[Turn]]]:
-    """The place of every conversation, relative to `path`, and its turns."""
+    """Return the place of every conversation, relative to `path`, and its turns."""
     return [
         (record.place.removeprefix(f"{path}/"), parse_conversation(load_json(record), record.place))
         for record in conversation_records(find_files(str(path), SUFFIXES))
@@ -159,7 +159,7 @@ def test_a_folder_may_hold_jsonl_compressed_jsonl_and_parquet(tmp_path):
     ]
 
 
-def test_half_a_surrogate_pair_counts_only_in_what_is_read(tmp_path):
+def test_half_a_surrogate_pair_is_refused_only_in_texts_that_are_used(tmp_path):
     title = '"title": "cut \\ud83d"'
     line = f'{{"messages": [{{"role": "user", "content": "1?", {title}}}, %s], {title}}}'
     path = tmp_path / "a.jsonl"

@@ -28,7 +28,7 @@ def texts(source, column: str = "text") -> list[str]:
 
 
 def one_line(path: Path, column: str = "text") -> str:
-    """The error message when these documents are read."""
+    """Return the error message, one line, of reading these documents."""
     with pytest.raises(DataError) as error:
         texts(path, column)
     assert str(error.value).startswith(str(path))
@@ -263,7 +263,7 @@ def test_sections_of_a_long_text_rejoin_to_it_exactly(tmp_path, text, most):
     assert (len(found) == 1) == (len(text.encode()) <= most)
 
 
-def test_the_builtin_corpus_is_sound_source_code_without_tests():
+def test_the_builtin_corpus_is_python_source_code_without_tests():
     files = find_files("builtin")
     assert all(path.endswith(".py") for path in files)
     folders = {folder for path in files for folder in Path(path).parts[:-1]}

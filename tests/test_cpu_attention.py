@@ -21,7 +21,7 @@ SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(
 
 
 def heads(shape, dtype=torch.float32, seed=0):
-    """Queries, keys, values and a gradient for the output."""
+    """Return random queries, keys, values, and a gradient of the output."""
     batch, seq_len, n_heads, n_kv_heads, head_dim = shape
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -31,7 +31,7 @@ def heads(shape, dtype=torch.float32, seed=0):
 
 
 def reference(q, k, v):
-    """The formula in float64."""
+    """Compute attention by its formula in float64."""
     seq_len, head_dim, group = q.shape[1], q.shape[-1], q.shape[2] // k.shape[2]
     q, k, v = (x.double().transpose(1, 2) for x in (q, repeat_kv(k, group), repeat_kv(v, group)))
     scores = q @ k.transpose(-2, -1) / head_dim**0.5
@@ -64,7 +64,7 @@ def test_output_and_gradients_equal_those_of_the_formula(shape, dtype, tolerance
     exact = [out.detach(), *torch.autograd.grad(out, qkv, rounded[3])]
     for name, mine, theirs in zip(("out", "q", "k", "v"), ours, exact, strict=True):
         assert mine.dtype == dtype
-        if shape[1] == 1 and name in "qk":  # a single position looks at itself, whatever q and k
+        if shape[1] == 1 and name in "qk":  # one position sees only itself, whatever q and k are
             assert not mine.any()
         else:
             assert relative_error(mine, theirs) < tolerance, name
@@ -72,11 +72,11 @@ def test_output_and_gradients_equal_those_of_the_formula(shape, dtype, tolerance
 
 def test_gradients_pass_the_numerical_check():
     qkv = [x.double().requires_grad_() for x in heads((1, 67, 2, 1, 4))[:3]]
-    # float64 is summed in float64: nothing is rounded to fp32 on the way
+    # Fails if the operation rounds float64 sums to fp32.
     assert torch.autograd.gradcheck(row_block_attention, qkv, fast_mode=True)
 
 
-def test_the_operations_are_registered_as_torch_expects():
+def test_the_operations_are_registered_as_torch_requires():
     rows, k, v, _ = heads((2, 70, 2, 1, 8))
     rows = rows.reshape(2, 140, 8).requires_grad_()
     k, v = (x.reshape(2, 70, 8).requires_grad_() for x in (k, v))

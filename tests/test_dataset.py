@@ -10,7 +10,7 @@ from data.shards import ShardWriter, token_dtype
 
 
 def make_folder(folder, train: list[np.ndarray], vocab_size: int, val=(), shard_tokens=10**6):
-    """A prepared folder with these documents, without tokenizer."""
+    """Make a prepared folder of these documents, without a tokenizer."""
     folder.mkdir(exist_ok=True)
     splits = {}
     for split, documents in (("train", train), ("val", val)):

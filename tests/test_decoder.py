@@ -21,7 +21,7 @@ SHAPES = [
 
 
 def transformer(**changes) -> Transformer:
-    """Untrained, but with weights so large that positions and neighbours matter to the logits."""
+    """Return an untrained model. Its weights are so large that the logits depend on all tokens."""
     torch.manual_seed(0)
     shape = {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 150}
     model = Transformer(LMConfig(vocab_size=VOCAB, **shape | changes)).eval()
@@ -102,7 +102,7 @@ def test_a_step_beyond_the_context_is_an_error():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(7, 5), (600, 500), (33, 17)])  # small, reordered, odd
+@pytest.mark.parametrize("size", [(7, 5), (600, 500), (33, 17)])  # small, large, odd
 def test_packed_weights_give_the_products_of_the_original_weights(dtype, size):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(size[1], rows, bias=False, dtype=dtype) for rows in (size[0], 3)]

@@ -1,4 +1,4 @@
-"""DeepSpeed's file and the flags are merged; files of guides work, or an error names the changes.
+"""DeepSpeed's file and the flags are merged. Files of guides work, or an error says what to change.
 
 The fixtures have the keys of the Hugging Face guides' templates, of Accelerate's guide to several
 models and of DeepSpeed-Chat's dictionary.
@@ -30,7 +30,7 @@ GUIDES = sorted({path.stem for path in FIXTURES.glob("*.json")} - {"deepspeed_ch
 ARGS = TrainingArguments(batch_size=4, accumulation_steps=3, learning_rate=2e-4, grad_clip=0.7)
 ARGS = replace(ARGS, weight_decay=0.05, beta1=0.8, beta2=0.97)
 MUON = replace(ARGS, optimizer="muon")
-# As transformers/integrations/deepspeed.py fills them for a model of width 64.
+# The values that transformers/integrations/deepspeed.py fills in for a model of width 64.
 OF_WIDTH_64 = {
     "reduce_bucket_size": 4096,
     "stage3_prefetch_bucket_size": 3686,
@@ -40,7 +40,7 @@ OF_WIDTH_64 = {
 
 @pytest.fixture
 def config() -> dict:
-    """The repository's own file."""
+    """The ds_config.json of the repository."""
     return json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
 
 
@@ -216,7 +216,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, says):
 
 def fixture(name: str) -> dict:
     config = read_config(str(FIXTURES / f"{name}.json"))
-    if "aio" in config["zero_optimization"]:  # DeepSpeed does not read it there
+    if "aio" in config["zero_optimization"]:  # a wrong place: DeepSpeed ignores it
         config["aio"] = config["zero_optimization"].pop("aio")
         config["zero_optimization"]["stage3_max_reuse_distance"] = 0
     return config

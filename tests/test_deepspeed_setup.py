@@ -1,4 +1,4 @@
-"""What DeepSpeed needs before training; integration/test_engines.py tests the training."""
+"""Preparations of DeepSpeed before training; integration/test_engines.py tests the training."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -27,7 +27,7 @@ from training.engine.device import (
 )
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-CPU, GPU = torch.device("cpu"), torch.device("meta")  # meta stands in: any device but a CPU
+CPU, GPU = torch.device("cpu"), torch.device("meta")  # meta: any device that is not a CPU
 CONFIG = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 32}
 
 
@@ -45,7 +45,7 @@ CONFIG = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 32}
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", [None] * 4),  # a seventh of the device
     ],
 )
-def test_every_precision_has_a_peak_of_its_own_and_unknown_devices_have_none(name, peaks):
+def test_each_precision_of_a_known_device_has_its_peak_and_unknown_devices_have_none(name, peaks):
     assert [peak_flops(name, precision) for precision in PRECISIONS] == pytest.approx(peaks)
 
 
@@ -130,8 +130,8 @@ def test_available_and_peak_memory_are_plausible():
     assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
 
 
-def test_the_limit_of_every_group_around_the_process_counts(tmp_path, monkeypatch):
-    """Of SLURM, for example, which limits a job by a group above that of the process."""
+def test_memory_limits_of_all_control_groups_above_the_process_count(tmp_path, monkeypatch):
+    """SLURM, for example, sets the limit of a job on a group above the group of the process."""
     job = tmp_path / "sys/fs/cgroup/slurm/job_7"
     files = {job / "step_0/memory.max": "max\n", job / "memory.max": "3000000\n"}
     files |= {job / "memory.stat": "file 9\nanon 1000000\n"}
@@ -154,13 +154,15 @@ def test_the_limit_of_every_group_around_the_process_counts(tmp_path, monkeypatc
         ({"ACCELERATE_MIXED_PRECISION": "no", **ONE_THREAD}, {}, 6),
         ({"LOCAL_WORLD_SIZE": "2"}, {}, 3),
         ({"LOCAL_WORLD_SIZE": "8"}, {}, 1),
-        ({"OMP_NUM_THREADS": "3"}, {}, None),  # the user's own choice stays
+        ({"OMP_NUM_THREADS": "3"}, {}, None),  # the user's choice
         ({"TORCHELASTIC_RUN_ID": "x", **ONE_THREAD}, ONE_THREAD, None),
         ({"LOCAL_WORLD_SIZE": "1", **ONE_THREAD}, {}, None),  # --deepspeed without a launcher
     ],
 )
-def test_the_cores_are_divided_unless_the_user_says_how_many(monkeypatch, environ, typed, used):
-    """`typed` is the environment in which the launcher was started."""
+def test_processes_divide_the_cores_unless_the_user_sets_the_number_of_threads(
+    monkeypatch, environ, typed, used
+):
+    """`typed` is the environment in which the user started the launcher."""
     monkeypatch.setattr(psutil.Process, "environ", lambda process: typed)
     launcher = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
     names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", *launcher)

@@ -88,7 +88,7 @@ def test_loss_and_gradient_equal_those_of_the_formula(kl, temperature, alpha):
         pytest.param("forward", torch.bfloat16, 8, True, marks=needs_compiler),
     ],
 )
-def test_chunks_give_the_loss_and_gradient_of_the_whole_compiled_or_not(
+def test_chunks_compiled_or_not_give_the_loss_and_gradient_of_one_whole_batch(
     monkeypatch, kl, dtype, tokens, compiled
 ):
     ours, theirs, targets = some_logits(1).to(dtype), some_logits(2).to(dtype), some_targets()
@@ -104,9 +104,9 @@ def test_chunks_give_the_loss_and_gradient_of_the_whole_compiled_or_not(
 def test_logits_beyond_the_tokenizer_count_only_in_the_hard_loss(kl):
     ours, theirs, targets = some_logits(1), some_logits(2), some_targets()
     without, _ = with_gradient(ours, theirs, targets, kl=kl)
-    roomy = torch.cat([ours, some_logits(3)[..., :5]], dim=-1)
-    found, gradient = with_gradient(roomy, theirs, targets, kl=kl, vocab_size=VOCAB)
-    hard = F.cross_entropy(roomy.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+    wider = torch.cat([ours, some_logits(3)[..., :5]], dim=-1)
+    found, gradient = with_gradient(wider, theirs, targets, kl=kl, vocab_size=VOCAB)
+    hard = F.cross_entropy(wider.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
     torch.testing.assert_close(found[2], without[2])
     torch.testing.assert_close(found[1], hard)
     assert hard > without[1] + 0.01

@@ -16,7 +16,7 @@ class OtherError(Exception):
 
 
 def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
-    """What a program says on stderr when this error ends it with exit code 2."""
+    """Return what a program prints on stderr when this error ends it, with exit code 2."""
     with pytest.raises(SystemExit) as ended, one_line_errors("prog", *expected):
         raise error
     assert ended.value.code == EXIT_CODE == 2
@@ -33,7 +33,7 @@ def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
     ],
 )
 def test_an_expected_error_or_a_full_disk_prints_one_line_on_stderr(capsys, error, said):
-    line = ended_by(error, capsys, ValueError)  # UsageError's parent
+    line = ended_by(error, capsys, ValueError)  # UsageError is a ValueError
     assert line.startswith(f"prog: error: {said}")
     assert line.count("\n") == 1
 
@@ -111,13 +111,13 @@ def test_a_machines_first_rank_prints_its_error_at_once_and_the_other_ranks_wait
     assert waited == []
     monkeypatch.delenv("LOCAL_RANK")
     assert ended_by(UsageError("x"), capsys, UsageError) == "prog (rank 3): error: x\n"
-    assert waited[0] == (signal.SIGTERM, signal.SIG_DFL)  # meanwhile the launcher may end it
+    assert waited[0] == (signal.SIGTERM, signal.SIG_DFL)  # the launcher may end the process
     assert waited.pop() > 0
 
 
 @pytest.mark.slow
 def test_ctrl_c_during_the_imports_prints_one_line(tmp_path):
-    """The test's own torch raises KeyboardInterrupt when it is imported."""
+    """A module of the test replaces torch. Importing it raises KeyboardInterrupt, like Ctrl-C."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     ended = subprocess.run(
         [sys.executable, "train_pretrain_accelerate.py"],

@@ -48,7 +48,7 @@ def workload(
 
 @pytest.mark.parametrize(
     ("engine", "dtype", "per_parameter", "in_ram", "on_nvme"),
-    [  # bytes per parameter on each of 4 processes
+    [  # bytes per parameter in each of 4 processes
         ("ddp", "bfloat16", 4 + 4 + 8, 0, 0),
         ("zero1", "bfloat16", 2 + 4 + 12 / 4, 0, 0),
         ("zero2", "bfloat16", 2 + 4 / 4 + 12 / 4, 0, 0),
@@ -70,7 +70,7 @@ def test_the_state_of_each_engine_has_the_bytes_of_its_formula(
     assert found.ram == pytest.approx(in_ram * n + buffers, abs=1)
 
 
-def test_muon_adapters_and_a_teacher_change_the_state():
+def test_muon_and_adapters_need_less_memory_and_a_teacher_needs_more():
     plain = workload(device=CPU)
     muon = workload(device=CPU, optimizer="muon")
     matrices = 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 192 * 64)
@@ -88,7 +88,7 @@ def test_muon_adapters_and_a_teacher_change_the_state():
 
 @pytest.mark.parametrize(
     ("shape", "recompute", "measured"),
-    [  # GiB of `python train_pretrain_accelerate.py`, above libraries, on two cores in fp32
+    [  # measured GiB of `python train_pretrain_accelerate.py` without libraries: 2 cores, fp32
         ({}, "off", 0.67),
         ({"dropout": 0.1}, "off", 1.09),
         ({"n_heads": 8, "vocab_size": 6400}, "off", 0.94),
@@ -122,7 +122,7 @@ def test_compiling_recomputing_and_chunks_of_logits_lower_the_estimate():
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3"])
-def test_the_largest_batch_fits_and_the_next_does_not(engine):
+def test_the_largest_batch_fits_and_one_more_sequence_does_not(engine):
     kind, work = KINDS[engine], workload(processes=2, shape={"max_seq_len": 4096})
     size = largest_batch(kind, work, OVERHEAD + GIB)
     assert 1 < size < LARGEST_BATCH
@@ -137,7 +137,7 @@ def test_the_bytes_sent_equal_a_count_by_hand():
     for name, kind in KINDS.items():
         work = workload(processes=4, accumulation_steps=3)
         sent[name] = estimate(kind, work).sent / (3 / 4 * n)
-        assert estimate(kind, workload()).sent == 0  # nobody to send to
+        assert estimate(kind, workload()).sent == 0  # one process sends nothing
     assert sent["ddp"] == pytest.approx(2 * 4, rel=1e-3)
     assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)
     assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)

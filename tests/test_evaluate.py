@@ -1,4 +1,4 @@
-"""scripts.evaluate as one process: what it scores, prints, writes and refuses."""
+"""scripts.evaluate in one process: what it scores, prints, writes and refuses."""
 
 import gzip
 import json
@@ -65,7 +65,7 @@ def evaluate(accelerator, trained_run, tmp_path, capsys):
 
 @pytest.fixture
 def refused(accelerator, trained_run, refusal):
-    """Runs the command; returns the one line with which it ends."""
+    """Runs the command, which must fail; returns its error line."""
 
     def refused(*flags: str | Path | int, run: Path = trained_run) -> str:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -125,7 +125,7 @@ def test_a_folder_of_text_is_scored_with_the_named_column(evaluate, tmp_path):
     assert result["metrics"]["loss"]["low"] is None
 
 
-def test_questions_are_answered_with_the_delimiter_or_as_turns(
+def test_questions_are_scored_with_the_delimiter_or_the_chat_template(
     evaluate, refused, trained_run, tmp_path
 ):
     path = write_lines(tmp_path / "q.jsonl", QUESTIONS)

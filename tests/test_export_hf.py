@@ -1,4 +1,4 @@
-"""An exported folder, as transformers opens it."""
+"""Folders that scripts.export_hf writes, opened by transformers."""
 
 import json
 import random
@@ -24,7 +24,7 @@ SHAPE = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "max_seq_len":
 
 
 def write_weights(folder: Path, packed: Path, **changes) -> Path:
-    """Portable weights of a model whose logits are of ordinary size, and the tokenizer."""
+    """Write portable weights and the tokenizer. The weights are scaled so that logits vary."""
     torch.manual_seed(0)
     model = Transformer(LMConfig(vocab_size=VOCAB_SIZE, **SHAPE | changes))
     for name, parameter in model.named_parameters():
@@ -52,7 +52,7 @@ def exported(weights, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def chat(weights, tmp_path_factory) -> Path:
-    """The weights with a chat template, as a fine-tuned model has it."""
+    """The weights with a chat template, like those of a fine-tuned model."""
     folder = shutil.copytree(weights, tmp_path_factory.mktemp("chat") / "w")
     (folder / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
     return folder
@@ -107,7 +107,7 @@ def test_the_exported_settings_are_those_that_transformers_reads(exported):
     assert config.max_position_embeddings == SHAPE["max_seq_len"]
     assert (config.bos_token_id, config.eos_token_id, config.head_dim) == (1, 2, 8)
     written = json.loads((exported / "config.json").read_text())
-    assert written["rope_theta"] == 1e6  # where version 4 looks for it
+    assert written["rope_theta"] == 1e6  # where transformers 4 reads it
     assert written["torch_dtype"] == written["dtype"] == "float32"
     generation = json.loads((exported / "generation_config.json").read_text(encoding="utf-8"))
     assert generation == {"bos_token_id": 1, "eos_token_id": 2}
@@ -115,7 +115,7 @@ def test_the_exported_settings_are_those_that_transformers_reads(exported):
     markers = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token)
     assert markers == ("<s>", "</s>", "<unk>")
     assert (tokenizer.model_max_length, len(tokenizer)) == (SHAPE["max_seq_len"], VOCAB_SIZE)
-    assert set(tokenizer("a")) == {"input_ids", "attention_mask"}  # generate() takes both
+    assert set(tokenizer("a")) == {"input_ids", "attention_mask"}  # generate() refuses others
     assert tokenizer.chat_template is None
 
 

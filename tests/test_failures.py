@@ -14,7 +14,7 @@ ON_A_GPU = (
 
 
 def said(error: Exception, recompute: str = "off", **model_settings) -> str:
-    """The message that replaces this error in a run with two micro-batches of 24 sequences."""
+    """Return the message that replaces this error in a run with 2 micro-batches of 24 sequences."""
     args = TrainingArguments(batch_size=24, accumulation_steps=2, gradient_checkpointing=recompute)
     with pytest.raises(UsageError) as raised, one_line_failures(args, model_settings):
         raise error
@@ -58,7 +58,7 @@ def test_pytorchs_error_about_cpu_memory_is_recognised():
         ("[gloo/buffer.cc:81] Timed out waiting 1800000ms for recv operation", "does not answer"),
     ],
 )
-def test_a_process_that_waits_for_a_dead_process_says_so(text, what):
+def test_a_lost_connection_to_another_process_is_explained(text, what):
     line = said(RuntimeError(text))
     assert line.startswith(f"another process {what}")
     assert f"({text.split('. ')[0]}); use --resume auto" in line

@@ -53,7 +53,7 @@ def call(weights, capsys, monkeypatch):
 
 
 def expected(weights: Path, prompt: str, n: int, **sampling) -> str:
-    """Return the prompt and its n tokens."""
+    """Return the prompt and its continuation of n tokens, as one text."""
     tokenizer = Tokenizer(weights / "tokenizer.model")
     ids, next_ids = tokenizer.encode_prompt(prompt)
     options = {"next_ids": [next_ids], "stop_ids": (tokenizer.eos_id,)}
@@ -96,7 +96,7 @@ def test_several_continuations_come_in_order_whatever_the_batch_size(call, weigh
 
 
 def test_prompts_come_from_a_file_from_stdin_and_from_json_lines(call, tmp_path):
-    # A form feed and U+2028 end no line.
+    # A form feed and U+2028 do not end a line.
     (tmp_path / "p.txt").write_bytes("\ufeffsum\x0c1\r\n\n第\u20282\n".encode())
     rows = [{"prompt": "sum\x0c1"}, {"text": "第\u20282"}]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
@@ -115,12 +115,12 @@ def test_prompts_come_from_a_file_from_stdin_and_from_json_lines(call, tmp_path)
         assert re.match(f"generate: error: .*{message}.*\n$", err)
 
 
-def test_a_text_that_fills_the_context_ends_with_a_note_or_slides(call, weights):
+def test_a_text_that_fills_the_context_ends_with_a_note_or_goes_on_with_slide(call, weights):
     prompt = "sum 3:"
     flags = ("--prompt", prompt, "--max_new_tokens", str(10**15), "--greedy")
     out, err, _ = call(*flags)
     tokenizer = Tokenizer(weights / "tokenizer.model")
-    n = CONTEXT + 1 - len(tokenizer.encode_prompt(prompt)[0])  # the last one after a full context
+    n = CONTEXT + 1 - len(tokenizer.encode_prompt(prompt)[0])  # the last follows a full context
     assert out == expected(weights, prompt, n, temperature=0) + "\n"
     assert f"1 of 1 texts ended because the context of {CONTEXT} tokens was full" in err
     longer, err, _ = call(*flags, "--max_new_tokens", "90", "--beyond_context", "slide")

@@ -1,4 +1,4 @@
-"""The decoding loop: each text of a batch is the same as it would be alone, up to rounding."""
+"""The decoding loop: a text in a batch has the same tokens as the text alone."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def step_by_step(model: Transformer, prompt: list[int], n: int) -> list[int]:
 # PROMPT has 5 tokens. With n = 7 the text fills the context of 12; with n = 8 it is longer.
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 25])
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 4])
-def test_greedy_is_the_likeliest_token_each_time(model, prompt, n):
+def test_greedy_decoding_takes_the_likeliest_token_each_time(model, prompt, n):
     assert generate(model, [prompt], n, GREEDY) == [step_by_step(model, prompt, n)]
 
 
@@ -98,7 +98,7 @@ def test_texts_that_join_and_leave_a_batch_are_the_same_as_alone(long):
 
 def test_the_cache_grows_with_the_text(long):
     text = text_of([3, 4, 5], 147, GREEDY)
-    generate_all(Decoder(long), [text])  # more tokens than the cache has room for at first
+    generate_all(Decoder(long), [text])  # more tokens than fit into the first cache
     assert text.ids == step_by_step(long, [3, 4, 5], 147)
 
 

@@ -1,4 +1,4 @@
-"""The usage line of every script, and unknown flags."""
+"""The usage line of the scripts, and unknown flags."""
 
 import importlib
 import re

@@ -31,14 +31,14 @@ def llama(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def state(weights) -> dict[str, torch.Tensor]:
-    """The state dict as Meta names it, with the output matrix and the tables that others save."""
+    """A state dict with Meta's names, the output matrix, and tables that other projects save."""
     model = load_portable(weights)
     tables = {"freqs_cis": model.pos_cis, "layers.0.attention.mask": torch.zeros(1, 1, 4, 4)}
     return dict(model.state_dict()) | tables | {"rope.freqs": torch.ones(4)}
 
 
 def write_llama(folder: Path, **changes) -> Path:
-    """A Llama folder as transformers saves it, not made by this project."""
+    """Write a Llama folder with transformers alone, without this project's export."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -72,7 +72,7 @@ def assert_same_weights(ours: Path, source: Path) -> None:
 
 
 def edited(folder: Path, copy: Path, **values) -> Path:
-    """A copy of a Hugging Face folder with other values in config.json; None takes one out."""
+    """Copy a Hugging Face folder and change values in config.json. None removes a key."""
     shutil.copytree(folder, copy)
     config = json.loads((copy / "config.json").read_text()) | values
     config = {name: value for name, value in config.items() if value is not None}
@@ -147,7 +147,9 @@ def test_sharded_weights_are_read(llama, tmp_path, refusal):
         ({"tie_word_embeddings": True}, "ties the embeddings, but lm_head differs"),
     ],
 )
-def test_a_model_that_computes_unlike_llama_is_refused(llama, tmp_path, refusal, values, expected):
+def test_a_model_unlike_llama_or_unlike_its_config_is_refused(
+    llama, tmp_path, refusal, values, expected
+):
     source = edited(llama, tmp_path / "other", **values)
     assert expected in refusal(import_weights, source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
@@ -196,7 +198,7 @@ def test_a_state_dict_is_read_even_inside_a_training_checkpoint(weights, state, 
     assert_same_weights(tmp_path / "out", weights)
 
 
-def test_settings_in_the_file_or_in_params_json_are_used_and_other_flags_refused(
+def test_settings_in_the_file_or_params_json_are_used_and_flags_that_differ_are_refused(
     state, tmp_path, refusal
 ):
     said = {"n_heads": 6, "norm_eps": 1e-6, "dropout": 0.1}

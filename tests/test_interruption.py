@@ -21,7 +21,7 @@ from training.interruption import (
 
 
 class Clock:
-    """Replaces the module `time`; only tests move this clock."""
+    """Replaces the module `time`. Only the tests change its time."""
 
     now = 1000.0
 
@@ -37,7 +37,7 @@ def clock(monkeypatch) -> Clock:
 
 @pytest.fixture
 def exit_codes(monkeypatch) -> list[int]:
-    """The exit codes with which the process would have ended at once."""
+    """Records the exit codes of os._exit, which does not end the process here."""
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
     return codes

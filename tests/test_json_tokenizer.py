@@ -24,7 +24,7 @@ from data.tokenizer import (
 )
 
 VOCAB = 700
-CHINESE = (REPOSITORY / "README_zh.md").read_text(encoding="utf-8")  # pieces end within a character
+CHINESE = (REPOSITORY / "README_zh.md").read_text(encoding="utf-8")  # pieces end inside a character
 TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
 TEXTS += [f"a{name}b {name}" for kind in MARKERS.values() for name in (kind[0], *kind[2])]
 
@@ -52,7 +52,7 @@ def test_ids_and_texts_are_those_of_auto_tokenizer(folder, tokenizer, texts, tmp
 
     shutil.copytree(folder, tmp_path / "t")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    # GPT2Tokenizer, which SmolLM2's file names, would make a pre-tokenizer of its own.
+    # SmolLM2's file names GPT2Tokenizer, which would use another pre-tokenizer.
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
     (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "t")
@@ -96,7 +96,7 @@ def test_a_copied_tokenizer_has_the_same_hash_in_any_folder(folder, packed, tmp_
     assert len(hashes) == 1
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "1"}))
     other = open_tokenizer(tmp_path)
-    assert other.bos_id == other.eos_id == other.encode("1")[0]  # it begins a text too
+    assert other.bos_id == other.eos_id == other.encode("1")[0]  # no bos_token: eos begins texts
     assert tokenizer_hash(tmp_path) not in hashes  # documents get other ids
     assert isinstance(other, JsonTokenizer)
     shutil.copy(packed / "tokenizer.model", tmp_path)
@@ -104,7 +104,7 @@ def test_a_copied_tokenizer_has_the_same_hash_in_any_folder(folder, packed, tmp_
 
 
 def refused(path: Path) -> str:
-    """The one line with which this tokenizer is refused."""
+    """Return the one line with which this tokenizer is refused."""
     with pytest.raises(DataError) as error:
         open_tokenizer(path)
     assert "\n" not in str(error.value)

@@ -18,7 +18,7 @@ BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", 
 
 @pytest.fixture(autouse=True)
 def environ(monkeypatch) -> dict:
-    """An environment without launcher, restored after the test."""
+    """The environment without a launcher's variables. It is restored after the test."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     clean = {
         k: v
@@ -30,7 +30,7 @@ def environ(monkeypatch) -> dict:
 
 
 def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.0") -> None:
-    """Pretend that there are GPUs, without computing on them; Accelerate finds one process."""
+    """Pretend that there are GPUs. Nothing is computed on them, and Accelerate has one process."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -82,7 +82,7 @@ def test_flags_that_the_gpus_do_not_support_are_refused(environ, monkeypatch):
         assert torch.backends.cuda.matmul.allow_tf32 is args.tf32
 
 
-def test_the_accumulation_changes_in_deepspeeds_configuration_too():
+def test_setting_the_accumulation_changes_deepspeeds_configuration_too():
     deepspeed = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4}
     accelerator = SimpleNamespace(num_processes=2)
     Engine(accelerator, "DeepSpeed ZeRO-1", deepspeed).set_accumulation(3)
@@ -185,7 +185,7 @@ def test_the_deepspeed_flag_is_refused_only_if_the_launcher_names_another_file(e
         set_launch_variables(NAMED)
 
 
-def test_a_model_that_names_no_deepspeed_file_uses_the_launchers(environ):
+def test_a_model_that_names_no_deepspeed_file_uses_the_launchers_file(environ):
     models = TrainingArguments(deepspeed=str(REPOSITORY / "configs/zero3.json")), BF16
     with pytest.raises(UsageError, match="all models or none"):
         set_launch_variables(*models)

@@ -8,7 +8,7 @@ from training import launcher
 
 
 def test_the_launcher_does_not_wait_for_other_machines_at_its_end(monkeypatch):
-    waits = launcher.SimpleElasticAgent._exit_barrier  # private: fails here if PyTorch renames it
+    waits = launcher.SimpleElasticAgent._exit_barrier  # private: fails if PyTorch renames it
     monkeypatch.setattr(launcher.SimpleElasticAgent, "_exit_barrier", waits)
     monkeypatch.setattr(launcher, "main", lambda: None)
     assert launcher.launch() == 0
@@ -28,7 +28,7 @@ def test_machines_that_cannot_connect_get_an_error_of_one_line(monkeypatch, caps
 @pytest.mark.parametrize(
     ("exitcode", "ends", "says"),
     [
-        (2, 2, ""),  # the process has said why
+        (2, 2, ""),  # the process has printed the reason
         (-11, 1, "process 1 was ended by SIGSEGV; to resume:\n  bash x "),
     ],
 )

@@ -15,9 +15,9 @@ import os, sys
 from pathlib import Path
 from storage.folder import lock
 lock(Path(sys.argv[1]))
-os.fork()  # a child, like one that reads data, lives for seconds after its parent was killed
+os.fork()  # a child, such as a data loader's, lives for seconds after its parent was killed
 os.write(1, b"held\\n")
-sys.stdin.read()  # ends when this process is killed, or the process of the tests
+sys.stdin.read()  # returns when the process of the tests ends
 """
 
 

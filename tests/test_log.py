@@ -21,7 +21,7 @@ def meter_of(*parts: str, others: tuple = (), processes: int = 1) -> LossMeter:
     """Make a meter of one process.
 
     Args:
-        others: sums and weight of the other processes.
+        others: the weighted sum of losses and the weight of the other processes together.
     """
     theirs = torch.tensor(others) if others else 0
     accelerator = SimpleNamespace(
@@ -85,7 +85,7 @@ def test_a_resumed_meter_gives_equal_means_without_the_step_under_way():
 
 
 class Clock:
-    """Replaces the module `time`; only tests move this clock."""
+    """Replaces the module `time`. Only the tests change its time."""
 
     now = 1000.0
 
@@ -101,7 +101,7 @@ def clock(monkeypatch) -> Clock:
 
 @pytest.fixture
 def start(accelerator, tmp_path, clock):
-    """Makes an open TrainingLog; closes it in the end."""
+    """Makes and opens a TrainingLog; closes it after the test."""
     made = []
 
     def start(log_interval=1, **changes) -> TrainingLog:
@@ -129,7 +129,7 @@ def rows(path: Path) -> list[dict]:
 
 @pytest.fixture
 def feed(clock):
-    """Takes a step of one micro-batch, of 640 tokens."""
+    """Takes a step with one micro-batch of 640 tokens."""
 
     def feed(log, step: int, loss: float = 1.0, grad_norm: float = 0.5, seconds=1.0) -> None:
         clock.now += seconds
@@ -235,7 +235,7 @@ def test_a_full_disk_loses_no_line(start, feed, tmp_path, capsys):
 
 
 def test_a_resumed_run_drops_the_lines_that_it_writes_again(start, feed, tmp_path):
-    """It drops lines that a kill cut short, or that are not text, too."""
+    """It also drops lines that a kill has cut short, and lines that are not UTF-8."""
     begun = (
         b'{"step": 1, "loss": 3.0}\n\xff\xfe{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 1, "lo'
     )

@@ -1,4 +1,4 @@
-"""Adapters beside frozen matrices: what is chosen, what is trained, what is merged."""
+"""LoRA adapters: which layers get one, which weights are trained, what merging gives."""
 
 import math
 

@@ -11,7 +11,7 @@ from training.engine.main_process import on_every_process, on_main_process, requ
 
 
 def engine_with_answers(monkeypatch, *everyone, rank: int = 0) -> Engine:
-    """Return an engine whose processes, each on its own machine, exchanged `everyone`."""
+    """Return an engine whose ranks, each on its own machine, exchange the values `everyone`."""
     known = [(mine, f"node{at}") for at, mine in enumerate(everyone)]
     monkeypatch.setattr(main_process, "_gather", lambda engine, mine: known)
     accelerator = SimpleNamespace(is_main_process=rank == 0, num_processes=len(everyone))

@@ -88,7 +88,7 @@ def test_with_the_template_the_answer_and_its_end_token_are_scored(tokenizer):
 
 
 def naive(model, tokenizer, fields: dict) -> tuple[int, int]:
-    """Return the likeliest choice and the likeliest per byte, scored one token at a time."""
+    """Return the likeliest choice and the choice likeliest per byte, by scoring token by token."""
     context = [tokenizer.bos_id, *tokenizer.encode(fields["question"])]
     whole, per_byte = [], []
     for choice in fields["choices"]:
@@ -112,7 +112,7 @@ def answered(scorer, tokenizer, questions: list[dict]) -> dict:
 
 
 def test_the_accuracy_equals_that_of_naive_scoring(scorer, tokenizer):
-    """The choice that the naive loop finds likeliest is made the right one, then a wrong one."""
+    """The naive loop's likeliest choice is marked as the right answer, then as a wrong answer."""
     likeliest = [naive(scorer.model, tokenizer, question) for question in QUESTIONS]
     assert len({best for best, _ in likeliest}) > 1
     assert any(whole != per_byte for whole, per_byte in likeliest)
@@ -124,7 +124,7 @@ def test_the_accuracy_equals_that_of_naive_scoring(scorer, tokenizer):
 
 
 def test_units_truncated_questions_and_chance_are_counted(scorer, tokenizer):
-    found = answered(scorer, tokenizer, [*QUESTIONS, QUESTIONS[0]])  # the repeated one counts
+    found = answered(scorer, tokenizer, [*QUESTIONS, QUESTIONS[0]])  # a repetition counts
     assert (found["units"], found["truncated"]) == (6, 1)
     assert found["chance"] == pytest.approx((1 / 4 + 1 / 3 + 1 / 2 * 2 + 1 / 3 + 1 / 4) / 6)
 

@@ -1,9 +1,9 @@
-"""Checkpoints that older versions of this project wrote, and runs that go on from them.
+"""Checkpoints that older versions of this project wrote, and runs that resume from them.
 
 In the first format the model's shape was part of "identity", and AdamW was the only optimizer. The
-checkpoint in the second format was trained with Muon. The version that wrote a checkpoint after
-step 2, with FLAGS on a CPU, also gave the losses of steps 3 and 4 and the weights after them.
-Another CPU may round the last digits of matrix products differently.
+checkpoint in the second format was trained with Muon. An old version wrote each checkpoint after
+step 2, with FLAGS on a CPU. The same version computed LOSSES, of steps 3 and 4, and the weights of
+step 4. Another CPU may round the last digits of matrix products differently.
 """
 
 import json

@@ -38,7 +38,7 @@ SCHEDULES = ["cosine", "linear", "constant", "wsd"]
 
 
 def rates(schedule: str, total: int = 100, warmup: int = 10, **settings) -> list[float]:
-    """The learning rate of each step from 1; index 0 is nan."""
+    """Return the learning rates by step. Steps count from 1; index 0 is nan."""
     settings |= {"lr_schedule": schedule, "learning_rate": PEAK, "warmup_steps": warmup}
     rate = LearningRate(TrainingArguments(**settings), total)
     return [math.nan, *(rate(step) for step in range(1, total + 1))]
@@ -85,7 +85,7 @@ def from_flags(typed: str, total_steps: int) -> LearningRate:
     return LearningRate(parse_arguments(typed.split())[0], total_steps)
 
 
-def test_flags_reach_the_schedule():
+def test_flags_set_the_schedule():
     flags = (
         "--learning_rate 3e-3 --lr_schedule wsd --warmup_steps 7 --min_lr_ratio 0.5 "
         "--decay_fraction 0.3"
@@ -105,7 +105,7 @@ def test_flags_reach_the_schedule():
 @pytest.mark.parametrize(
     ("typed", "steps"), [("--epochs 3", 38), ("--epochs 3 --max_steps 5", 5), ("--epochs 4", 50)]
 )
-def test_the_number_of_steps_is_that_of_the_epochs_rounded_up(typed, steps):
+def test_the_steps_of_the_epochs_are_rounded_up_and_max_steps_limits_them(typed, steps):
     args, _ = parse_arguments(f"{typed} --batch_size 2 --accumulation_steps 2".split())
     assert count_steps(args, n_samples=100, processes=2) == steps
 
@@ -208,7 +208,7 @@ def largest_difference(a: list, b: list) -> float:
     return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("at_once", [1, 600, 2**20])  # elements: 16 × 16 twice is 512
+@pytest.mark.parametrize("at_once", [1, 600, 2**20])  # elements; two matrices of 16 × 16 have 512
 def test_muon_in_fp32_equals_its_formula(monkeypatch, at_once):
     monkeypatch.setitem(module.BATCH_ELEMENTS, "cpu", at_once)
     mine, by_hand = matrices(), [p.detach().double() for p in matrices()]
@@ -221,9 +221,9 @@ def test_muon_in_fp32_equals_its_formula(monkeypatch, at_once):
             u, sigma, v = torch.linalg.svd(update / update.norm(), full_matrices=False)
             for a, b, c in NEWTON_SCHULZ:
                 sigma = a * sigma + b * sigma**3 + c * sigma**5
-            longer = max(1, p.shape[0] / p.shape[1]) ** 0.5
+            scale = max(1, p.shape[0] / p.shape[1]) ** 0.5
             p *= 1 - LR * DECAY
-            p -= LR * longer * (u * sigma) @ v
+            p -= LR * scale * (u * sigma) @ v
     assert largest_difference(mine, by_hand) < 1e-6
 
 
@@ -246,7 +246,7 @@ def test_the_other_groups_of_muon_equal_adamw_to_the_bit():
 
 @pytest.mark.parametrize(("processes", "gap"), [(1, 0), (2, 3), (7, 3)])
 def test_muon_updates_partitions_like_whole_matrices(processes, gap, monkeypatch):
-    """Each process is a thread. With 7 processes, some matrices are split among three."""
+    """Each process is a thread. With 7 processes, three of them share one matrix."""
     given, barrier = [], threading.Barrier(processes, timeout=60)
 
     def all_reduce(tensor: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ def test_a_stretch_of_a_shuffle_is_spread_evenly_over_the_samples(n):
         stretch = shuffled(np.arange(n // 3, n // 3 + 3200), n, seed, 0)
         counts = np.bincount(stretch * 32 // n, minlength=32)
         assert ((counts - 100) ** 2 / 100).sum() / 31 < 2.3
-        assert (np.diff(stretch) == 1).sum() < 10  # neighbours are not kept together
+        assert (np.diff(stretch) == 1).sum() < 10  # neighbours are separated
 
 
 def take(n_micro_batches: int, **settings) -> list[list[int]]:

@@ -48,7 +48,8 @@ def stream(out: Path, split: str) -> np.ndarray:
 
 
 def documents(out: Path, split: str) -> list[str]:
-    """The texts in the shards, read without this project's code: BOS, text, EOS and so on."""
+    """Read the texts of the shards without this project's code. Each text has BOS before and EOS
+    after it."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
     tokens = stream(out, split)
     begins, ends = (np.flatnonzero(tokens == id) for id in (model.bos_id(), model.eos_id()))
@@ -86,7 +87,7 @@ def test_every_document_is_in_one_split_in_the_order_of_the_corpus(packed):
 
 
 def test_the_split_never_changes():
-    """Else documents would move between the splits of data that is prepared again."""
+    """If it did, documents would move to the other split when data is prepared again."""
     assert hash_of("句".encode()) == 1228714624519560309
     assert hash_of("句".encode(), digest_size=16) == 12239898487114312437
     split = ValidationSplit(0.25)
@@ -121,15 +122,15 @@ def test_training_documents_are_tokenized_in_several_ways_and_validation_documen
     bos = Tokenizer(thrice / "tokenizer.model").bos_id
     tokens = stream(thrice, "train")
     cuts = np.split(tokens, np.flatnonzero(tokens == bos))[1:]
-    own = np.concatenate(cuts[::3])  # the first way is the tokenizer's
+    own = np.concatenate(cuts[::3])  # the first of the three is the tokenizer's
     assert own.tolist() == stream(once, "train").tolist()
     differ = [not np.array_equal(*pair) for pair in zip(cuts[1::3], cuts[2::3], strict=True)]
-    assert sum(differ) > len(differ) / 2  # some have few pieces
+    assert sum(differ) > len(differ) / 2  # a document with few pieces may not differ
 
 
 def test_without_a_validation_share_or_with_a_single_text_all_is_for_training(tmp_path, packed):
     tokenizer = str(packed / "tokenizer.model")
-    pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # its tokenizer must not be used again
+    pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # the next calls must not use its tokenizer
     for n, val_fraction in ((1, 0.1), (50, 0.0)):
         settings = {"val_fraction": val_fraction, "tokenizer": tokenizer}
         out = pack_documents(DOCUMENTS[:n], tmp_path, **settings)

@@ -21,7 +21,7 @@ LINE = re.compile(rf'<path d="([^"]*)"[^>]*style="fill: none; stroke: ({"|".join
 
 
 class Page(HTMLParser):
-    """Elements and what a reader sees; fails where tags do not nest."""
+    """The elements and the visible text of a page. Fails if tags do not nest."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -50,13 +50,14 @@ class Page(HTMLParser):
 
     @property
     def figures(self) -> dict[str, str]:
-        """The source of each figure by its title."""
+        """Return the HTML of each figure by its title."""
         parts = self.source.split("<figure>")[1:]
         return {re.search("<h2>(.*?)</h2>", part)[1]: part.split("</figure>")[0] for part in parts}
 
 
 def lines(drawing: str) -> list[list[list[tuple[float, float]]]]:
-    """The lines of a drawing, each as its unbroken stretches of points, in SVG's coordinates."""
+    """Return the lines of a drawing. A line is a list of unbroken stretches. A stretch is a list of
+    points in SVG's coordinates."""
     return [
         [
             [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", stretch)]

@@ -1,4 +1,4 @@
-"""Where ZeRO puts the parameters, compared with DeepSpeed's own layout."""
+"""Which elements of each parameter a ZeRO partition has, for imitations of DeepSpeed's layouts."""
 
 from types import SimpleNamespace
 
@@ -12,14 +12,14 @@ SHAPES = [(4, 6), (3, 3), (8, 2), (5,), (7, 1)]
 
 
 def parameters(shapes=SHAPES) -> list[nn.Parameter]:
-    """Parameters whose elements are all different."""
+    """Return parameters whose elements are all different."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     values = torch.arange(float(sum(sizes))).split(sizes)
     return [nn.Parameter(v.view(shape).clone()) for v, shape in zip(values, shapes, strict=True)]
 
 
 def divided(group: list[nn.Parameter], processes: int, gap: int = 0) -> list[Partition]:
-    """The partition of every process, as DeepSpeed would cut it, with `gap` zeros after each."""
+    """Return every process's partition, like DeepSpeed's, with `gap` zeros after each parameter."""
     line, offsets = [], []
     for p in group:
         offsets.append(sum(map(len, line)))
@@ -50,7 +50,7 @@ def test_the_parts_of_all_processes_make_whole_parameters(processes, gap):
         assert {partition.parts[i].split for partition in shares} == {holders > 1}
 
 
-def test_the_bf16_optimizer_of_zero_1_has_other_attributes_and_no_gaps():
+def test_partitions_of_the_bf16_optimizer_of_zero_1_are_found_too():
     group = parameters()
     line = torch.cat([p.detach().flatten() for p in group])
     line = torch.cat([line, torch.zeros(-len(line) % 3)])
@@ -64,7 +64,7 @@ def test_the_bf16_optimizer_of_zero_1_has_other_attributes_and_no_gaps():
 
 
 class Zero3:
-    """Replaces DeepSpeed's ZeRO-3 optimizer: divides a group into two sub-groups and records the
+    """Imitates DeepSpeed's ZeRO-3 optimizer: divides a group into two sub-groups and records the
     calls of its methods."""
 
     def __init__(self, group: list[nn.Parameter], processes: int, rank: int, nvme: bool = False):

@@ -23,7 +23,7 @@ TOKENS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 def untied() -> Transformer:
-    """An untied model: the first block has adapters, the other weights are trained themselves."""
+    """Return an untied model. Block 0 has adapters. Weights without an adapter are trained too."""
     config = adapted().config
     config.tie_embeddings = False
     torch.manual_seed(0)
@@ -37,7 +37,8 @@ def untied() -> Transformer:
 
 @pytest.fixture(params=["all", "untied, a block adapted"])
 def run(request, tmp_path) -> SimpleNamespace:
-    """A trained model with adapters, its base, portable and exported, and its saved adapter."""
+    """A trained model with adapters, its base as portable and as exported weights, and its saved
+    adapter."""
     model = adapted(only_lora=False) if request.param == "all" else untied()
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not is_adapter(n)}
     for name, p in model.named_parameters():

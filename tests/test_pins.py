@@ -13,7 +13,7 @@ PYPROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def names_in(table: str) -> set[str]:
-    """The names in `table = [...]` of pyproject.toml; Python 3.10 has no tomllib."""
+    """Return the names in `table = [...]` of pyproject.toml. Python 3.10 has no tomllib."""
     body = re.search(rf"^{table} = \[\n(.*?)^\]", PYPROJECT, re.MULTILINE | re.DOTALL)[1]
     return set(re.findall(r'^\s*"([^"]+)"', body, re.MULTILINE))
 

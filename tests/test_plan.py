@@ -1,4 +1,4 @@
-"""scripts.plan prints a table of engines and which one to take."""
+"""scripts.plan prints a table of engines, and the engine to use."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_the_readmes_training_fits_with_ddp_on_four_gpus_of_48_gib(capsys):
     assert "Take DDP, the first that fits:" in lines
 
 
-def test_a_run_that_is_too_short_to_be_compiled_needs_more(capsys):
+def test_a_run_that_is_too_short_to_be_compiled_needs_more_memory(capsys):
     flags = f"{FLAGS} --batch_size 24 --gpu_memory 48 --device H100"
     long, short = (page(capsys, flags + end) for end in ("", " --max_steps 3"))
     assert "24.89 GiB" in long[6]
@@ -62,7 +62,7 @@ def test_hours_are_unknown_for_an_unknown_device_and_tokens_may_be_given(capsys)
     assert "Hours are unknown for Abacus: pass a --device such as H100" in lines[-1]
 
 
-def test_a_little_memory_is_in_mb(capsys):
+def test_less_than_a_gib_is_printed_in_mb(capsys):
     lines = page(capsys, "--dim 64 --n_layers 2 --batch_size 1 --gpu_memory 8 --device H100")
     assert lines[4].split()[2:4] == ["MB", "0"]
     assert "Hours" not in lines[-1]

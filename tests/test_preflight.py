@@ -1,4 +1,4 @@
-"""The checks before any process is started, which prepare a run without starting it."""
+"""What run_accelerate.sh does before it starts processes: check the launch, choose the flags."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ ZERO_2 = "accelerate_config.yaml"
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch):
-    """Tests run in the repository, like run_accelerate.sh; the environment is restored."""
+    """Runs a test in the repository, like run_accelerate.sh; then restores the environment."""
     monkeypatch.chdir(REPOSITORY)
     clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     monkeypatch.setattr(os, "environ", clean)
@@ -51,7 +51,7 @@ def flags(packed) -> list[str]:
 
 @pytest.fixture
 def config_file(tmp_path):
-    """Writes a launcher's configuration like the repository's, with changes."""
+    """Writes the launcher's configuration of the repository with changes; returns its path."""
 
     def write(ds_config: str | dict | None = None, **changes) -> str:
         config = yaml.safe_load((REPOSITORY / ZERO_2).read_text(encoding="utf-8"))
@@ -202,8 +202,8 @@ def test_a_run_to_resume_gives_the_flags_that_are_not_typed(flags, run_of):
     assert saved_flags({"batch_size": 24}, TrainingArguments) == {}
 
 
-def room_for(batch_size: int) -> int:
-    """Bytes that a GPU must have free for a micro-batch of the tiny model under ZeRO-2."""
+def bytes_for(batch_size: int) -> int:
+    """Return the bytes that a micro-batch of the tiny model needs on a GPU under ZeRO-2."""
     args, _ = parse_arguments(["--batch_size", str(batch_size)])
     work = Workload(
         args=args,
@@ -219,8 +219,10 @@ def room_for(batch_size: int) -> int:
 @pytest.mark.parametrize(
     ("wanted", "less", "rows"), [(768, 0, 768), (768, 2, 767), (10**4, 0, 1024)]
 )
-def test_on_a_gpu_the_micro_batch_fits_and_keeps_it_busy(flags, monkeypatch, wanted, less, rows):
-    free = room_for(wanted) - less
+def test_on_a_gpu_the_micro_batch_fits_and_has_at_most_32768_tokens(
+    flags, monkeypatch, wanted, less, rows
+):
+    free = bytes_for(wanted) - less
     free = [free + GIB, free, free + GIB, 0]  # the last GPU is not used
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
     monkeypatch.setattr(dial, "available_memory", lambda device, processes: free[device.index])
@@ -231,7 +233,7 @@ def test_on_a_gpu_the_micro_batch_fits_and_keeps_it_busy(flags, monkeypatch, wan
 
 
 def dial_of(flags: list[str], monkeypatch, processes: int = 1, config: str = ZERO_2, **environ):
-    """The dial of a command, which has begun now."""
+    """Return the dial of a command that started just now."""
     request = Request({"CONFIG": config} | environ, flags)
     typed = vars(build_parser(request.kind).parse_args(flags))
     shape = shape_settings(*SHAPES[0], typed)
@@ -242,7 +244,8 @@ def dial_of(flags: list[str], monkeypatch, processes: int = 1, config: str = ZER
 
 
 def pretend(monkeypatch, seconds: float) -> list[dict]:
-    """Steps take this long per million parameters. Return the flags of the steps that are asked."""
+    """Pretend that a step takes `seconds` per million parameters. Return a list to which each
+    measurement appends its flags."""
     asked = []
 
     def step_seconds(kind, flags, compiled, threads):
@@ -266,14 +269,14 @@ def test_more_minutes_take_more_steps_of_the_chosen_model(packed, monkeypatch, c
     assert {flags["data"] for flags in asked} == {str(packed)}
 
 
-def test_a_text_that_is_too_small_for_the_time_is_named(packed, monkeypatch, capsys):
+def test_a_text_that_is_too_small_for_the_time_is_reported(packed, monkeypatch, capsys):
     pretend(monkeypatch, seconds=0.05)
     flags = dial_of(["--data", str(packed)], monkeypatch, MINUTES="10000").flags()
     assert "more text would help" in capsys.readouterr().out
     assert flags["max_steps"] < 10_000
 
 
-def test_flags_that_decide_everything_are_not_measured(flags, monkeypatch):
+def test_nothing_is_measured_if_the_typed_flags_decide_the_steps(flags, monkeypatch):
     asked = pretend(monkeypatch, seconds=1)
     typed = [*flags, "--max_steps", "7", "--learning_rate", "0.5"]
     added = dial_of(typed, monkeypatch).flags()
@@ -282,7 +285,7 @@ def test_flags_that_decide_everything_are_not_measured(flags, monkeypatch):
     assert added["muon_learning_rate"] == 0.03
 
 
-def test_several_machines_choose_the_same_without_measuring(packed, monkeypatch):
+def test_several_machines_choose_the_same_flags_without_measuring(packed, monkeypatch):
     asked = pretend(monkeypatch, seconds=1)
     monkeypatch.setattr(dial, "should_compile", lambda *_: True)
     place = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -359,7 +362,7 @@ def test_engines_that_support_muon_get_muon(name, flags, monkeypatch):
 
 
 def test_a_launch_that_cannot_work_exits_with_code_2_and_an_empty_stdout(tmp_path):
-    """The command is that of run_accelerate.sh."""
+    """run_accelerate.sh starts preflight by the same command."""
     ended = subprocess.run(
         [sys.executable, "-m", "training.preflight", *TINY, "--resume", str(tmp_path)],
         env=clean_environment() | {"DATA": str(tmp_path / "none.txt")},
@@ -371,7 +374,7 @@ def test_a_launch_that_cannot_work_exits_with_code_2_and_an_empty_stdout(tmp_pat
     assert "Traceback" not in ended.stderr
 
 
-def test_the_arguments_of_the_launcher(packed, monkeypatch):
+def test_the_launcher_gets_the_engine_the_processes_and_all_flags(packed, monkeypatch):
     words = [*TINY, "--data", str(packed), "--max_steps", "2", "--no-use_flash_attn"]
     monkeypatch.setattr(os, "environ", os.environ | {"NUM_PROCESSES": "2", "ENGINE": "zero1"})
     arguments = main(words)

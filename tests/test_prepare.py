@@ -1,4 +1,4 @@
-"""--init_from: the shape of the model and the tokenizer are those of the weights."""
+"""What a run takes from its flags, its data, --init_from and --teacher before it is built."""
 
 import json
 import os
@@ -51,7 +51,8 @@ def weights(packed, tmp_path) -> Path:
     return folder
 
 
-def with_room(weights: Path, vocab_size: int) -> None:
+def set_vocab_size(weights: Path, vocab_size: int) -> None:
+    """Replace the weights by an empty file and a config with this vocabulary."""
     save_portable(weights, LMConfig(**CONFIG.to_dict() | {"vocab_size": vocab_size}), {})
 
 
@@ -87,10 +88,10 @@ def test_init_from_takes_the_shape_of_the_weights_but_not_their_dropout_and_atte
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--n_heads 8", "--n_heads 8: leave it out, "),  # 8 would not even divide dim
+        ("--n_heads 8", "--n_heads 8: leave it out, "),  # 8 would not fit n_kv_heads 3
         ("--tie_embeddings", "--tie_embeddings True: leave"),
         ("--rope_theta 1e6", "has 10000.0"),
-        ("--n_kv_heads 2", " has 3"),  # a typed default counts too
+        ("--n_kv_heads 2", " has 3"),  # 2 is the default, but typed
         ("--max_seq_len 0", "max_seq_len"),
         ("--dropout 1", "dropout"),
     ],
@@ -113,15 +114,15 @@ def test_another_tokenizer_is_refused_with_the_flag_that_prepares_the_data(weigh
 def test_the_vocabulary_of_a_model_may_be_larger_than_its_tokenizer_but_not_smaller(
     weights, packed
 ):
-    with_room(weights, 416)
+    set_vocab_size(weights, 416)
     assert config("", weights, packed).vocab_size == 416
-    with_room(weights, 300)
+    set_vocab_size(weights, 300)
     with pytest.raises(DataError, match=r"vocabulary 400, has another .* vocabulary 300"):
         config("", weights, packed)
-    (weights / TOKENIZER_FILE).unlink()  # without a tokenizer the sizes are compared
+    (weights / TOKENIZER_FILE).unlink()  # then the vocabulary sizes are compared
     with pytest.raises(DataError, match=r"vocabulary 400, has another .* vocabulary 300"):
         config("", weights, packed)
-    with_room(weights, 400)
+    set_vocab_size(weights, 400)
     assert config("", weights, packed).vocab_size == 400
 
 
@@ -154,8 +155,8 @@ def test_a_validation_split_without_a_fitting_row_gives_no_validation_set(tmp_pa
 
 @pytest.fixture
 def runs(packed, tmp_path) -> Path:
-    """A folder of two pretraining runs: one of sequences of 16, and a newer one whose data, in
-    sequences of 24, is gone."""
+    """A folder of two pretraining runs. The older run has sequences of 16. The newer run has
+    sequences of 24, and its data are gone."""
     for age, (name, length, data) in enumerate((("newer", 24, "gone"), ("older", 16, packed))):
         run = RunFolder(tmp_path / "elsewhere" / name)
         config = LMConfig(**CONFIG.to_dict() | {"max_seq_len": length})

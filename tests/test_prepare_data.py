@@ -28,7 +28,7 @@ def contents(folder) -> dict[str, bytes]:
 
 
 def refused(capfd, *flags: str, usual=SMALL) -> str:
-    """The one line with which these flags, or this data, end the command."""
+    """Return the error line of the command with these flags, which must fail."""
     with pytest.raises(SystemExit, match="2"):
         main([*usual, *flags])
     out, err = capfd.readouterr()
@@ -91,7 +91,7 @@ def test_the_size_of_the_text_decides_the_settings_and_they_are_printed(workplac
         assert words in chosen
 
 
-def test_a_missing_validation_split_is_warned_of_and_flags_may_come_in_one_word(workplace, capsys):
+def test_no_validation_split_gives_a_warning_and_one_word_can_hold_flags(workplace, capsys):
     Path("short.txt").write_text("".join(f"{a} + {a} = {2 * a}\n" for a in range(70)))
     main(["--workers", "1", "--data", "short.txt"])
     assert "WARNING: no validation split" in capsys.readouterr().out
@@ -136,7 +136,7 @@ def test_other_text_or_settings_replace_prepared_data_only_with_overwrite(workpl
     assert "already prepared" in capfd.readouterr().out
 
 
-def test_reuse_accepts_data_of_the_same_text_and_refuses_data_of_another(workplace, capfd):
+def test_reuse_accepts_data_of_the_same_text_and_refuses_data_of_another_text(workplace, capfd):
     main([*SMALL, "--data", "sums.jsonl"])
     before = contents("out")
     main(["--data", "sums.jsonl", "--reuse"])
@@ -144,7 +144,7 @@ def test_reuse_accepts_data_of_the_same_text_and_refuses_data_of_another(workpla
     Path("other").mkdir()
     write_corpus(Path("other/sums.jsonl"), 50)
     shutil.copy("sums.jsonl", "sums.txt")
-    for data in ("other/sums.jsonl", "sums.txt"):  # --reuse: as in run_accelerate.sh
+    for data in ("other/sums.jsonl", "sums.txt"):  # run_accelerate.sh passes --reuse
         said = refused(capfd, "--data", data, "--reuse")
         assert f"holds other data, of {workplace}/sums.jsonl: rename yours, or" in said
     assert contents("out") == before
@@ -184,7 +184,7 @@ def test_conversations_go_to_a_folder_of_their_own(workplace, packed, capsys):
     assert not any("rejected" in line for line in lines)
 
 
-def test_rejected_answers_are_passed_over_with_their_count(workplace, packed, capsys):
+def test_rejected_answers_are_ignored_and_counted(workplace, packed, capsys):
     rows = [{"prompt": f"{i}?", "chosen": f"{i}", "rejected": "no"} for i in range(600)]
     rows += [row | {"prompt": "x", "rejected": None} for row in rows[:9]]
     rows += [{"prompt": "not read", "rejected": "no"}]

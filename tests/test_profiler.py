@@ -1,4 +1,4 @@
-"""The seconds of each phase of a step, with a clock that only tests move."""
+"""The seconds of each phase of a step, with a clock that only the tests change."""
 
 import gzip
 import json
@@ -12,12 +12,12 @@ from training import profiler as profiler_module
 from training.arguments import TrainingArguments
 from training.profiler import KEPT_TRACES, PHASES, StepProfiler
 
-# Powers of two: their sums are exact and all different.
+# Powers of two: sums of different phases are exact and different.
 SECONDS = {"data": 0.25, "forward": 1.0, "backward": 2.0, "optimizer": 0.5}
 
 
 class Clock:
-    """Replaces the module `time`; only tests move this clock."""
+    """Replaces the module `time`. Only the tests change its time."""
 
     now = 1000.0
 
@@ -50,8 +50,8 @@ def profiler_of(accelerator, folder: Path, model=None, **flags) -> StepProfiler:
 
 
 def run_step(profiler: StepProfiler, clock: Clock, step: int, engine=None):
-    """Take an optimizer step as `training.run` does. The clock moves by SECONDS in the first
-    micro-batch, twice as much in the second and so on."""
+    """Take an optimizer step as `training.run` does. Each phase takes SECONDS in the first
+    micro-batch, twice SECONDS in the second micro-batch and so on."""
     micro_batches = profiler.args.accumulation_steps
     profiler.begin_step(step)
     for i in range(1, micro_batches + 1):
@@ -67,7 +67,7 @@ def run_step(profiler: StepProfiler, clock: Clock, step: int, engine=None):
 
 
 def expected(micro_batches: int = 1) -> dict[str, float]:
-    """The seconds of each phase of `run_step`."""
+    """Return the seconds of each phase of `run_step`."""
     times = sum(range(1, micro_batches + 1))
     seconds = {phase: SECONDS[phase] * times for phase in PHASES}
     seconds["optimizer"] = SECONDS["optimizer"]
@@ -125,10 +125,10 @@ def test_a_line_names_the_trace_and_the_newest_traces_of_each_process_are_kept(
     )
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
-    assert names.count("forward") == names.count("optimizer") == 1  # only the last micro-batch
+    assert names.count("forward") == names.count("optimizer") == 1  # the last micro-batch
     kept = sorted(path.name for path in tmp_path.glob("*-rank0.json.gz"))
     assert (kept[0], len(kept)) == ("step-00000002-rank0.json.gz", KEPT_TRACES)
     assert (tmp_path / "step-00000000-rank1.json.gz").exists()
-    (tmp_path / "file").touch()  # in the place of the folder
+    (tmp_path / "file").touch()  # a file where the folder should be
     _, report = run_step(profiler_of(accelerator, tmp_path / "file"), clock, 2)
     assert "TRACE NOT WRITTEN: " in report

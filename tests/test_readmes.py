@@ -37,7 +37,7 @@ def code_blocks(text: str) -> list[str]:
 
 
 def code_spans(text: str) -> list[str]:
-    """Return what stands between backticks in running text, on one line each."""
+    """Return the text between backticks outside of code blocks, each on one line."""
     prose = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 
@@ -48,7 +48,7 @@ def links(text: str) -> list[str]:
 
 
 def rows(text: str) -> list[list[str]]:
-    """Return the cells of every row of every table; a | inside a cell is not provided for."""
+    """Return the cells of every row of every table. No cell may contain a |."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -141,7 +141,7 @@ def module_commands(text: str) -> list[tuple[str, set[str]]]:
 
 @cache
 def flags_of(module: str) -> set[str]:
-    """The flags in what `python -m module --help` prints."""
+    """Return the flags that `python -m module --help` prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
         importlib.import_module(module).main(["--help"])

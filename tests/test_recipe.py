@@ -32,7 +32,7 @@ MODELS = [model(*shape) for shape in SHAPES]
 
 
 def at(flops: float):
-    """A machine with this speed in FLOP/s."""
+    """Return the seconds of a step, as a function of the model, on a machine with these FLOP/s."""
     return lambda model: model.rows * model.length * model.flops / flops
 
 
@@ -57,7 +57,7 @@ def test_the_choice_does_not_depend_on_the_first_guess(first):
     assert choose(TEXT, MODELS, at(2e11), first) == choose(TEXT, MODELS, at(2e11), 3)
 
 
-def test_only_neighbours_of_a_good_guess_are_measured():
+def test_after_a_good_guess_only_the_guess_and_one_neighbour_are_measured():
     asked = []
 
     def seconds(model: Candidate) -> float:
@@ -75,7 +75,7 @@ def test_steps_and_validations_fill_the_time():
     assert plan.steps * plan.step_seconds + validations == pytest.approx(TEXT.seconds, rel=0.01)
 
 
-def test_a_small_text_is_not_read_more_often_than_helps():
+def test_a_small_text_is_read_at_most_the_maximum_number_of_passes():
     plan = choose(replace(TEXT, seconds=6e5, tokens=3e5), MODELS, at(2e11))
     assert plan.passes == pytest.approx(TEXT.most_passes, rel=0.01)
 
@@ -96,7 +96,7 @@ def test_a_long_run_has_a_larger_batch():
     assert (short.accumulation, long.accumulation) == (1, 7)
 
 
-def test_without_time_a_few_steps_are_taken():
+def test_a_plan_has_a_few_steps_even_if_no_time_is_left():
     assert plan_for(replace(TEXT, seconds=-5), MODELS[1], 0.1).steps == MIN_STEPS
 
 
@@ -108,7 +108,7 @@ def test_without_time_a_few_steps_are_taken():
         ({"accumulation_steps": 4, "max_steps": 7}, 7, 4),
     ],
 )
-def test_typed_flags_win_one_by_one(typed, steps, accumulation):
+def test_each_typed_flag_overrides_the_plan(typed, steps, accumulation):
     plan = plan_for(replace(TEXT, typed=typed), MODELS[1], 0.2)
     assert (plan.steps, plan.accumulation) == (steps, accumulation)
 

@@ -37,7 +37,7 @@ def test_variables_that_cannot_work_are_refused(environ, says):
     assert says in str(refused.value)
 
 
-def test_a_stage_is_a_program():
+def test_each_stage_selects_its_training_program():
     kinds = [Request({"STAGE": stage}, []).kind for stage in ("", "sft", "distill")]
     assert kinds == [TrainingArguments, SFTArguments, DistillationArguments]
     assert Request({"MINUTES": "0.5"}, []).minutes == 0.5
@@ -48,7 +48,7 @@ def test_a_stage_is_a_program():
     ("environ", "gpus", "processes"),
     [({}, 0, 1), ({}, 4, 4), (SEVERAL, 8, 16), ({"NUM_PROCESSES": "3"}, 0, 3)],
 )
-def test_a_process_for_each_gpu(environ, gpus, processes):
+def test_each_gpu_gets_a_process_unless_a_number_is_set(environ, gpus, processes):
     assert Request(environ, []).processes(gpus) == processes
 
 
@@ -58,7 +58,7 @@ def test_a_number_of_processes_that_cannot_be_divided_is_refused(environ):
         Request(environ, []).processes(1)
 
 
-def test_the_words_of_the_launcher():
+def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
     one = Request({"ENGINE": "zero1"}, []).launcher_words(4)
     assert one == [
         "--config_file",
@@ -76,7 +76,7 @@ def test_the_words_of_the_launcher():
     ]
 
 
-def test_prepared_data_or_a_text_to_prepare():
+def test_each_stage_gets_the_flags_that_name_its_data():
     assert Request({}, ["--data=out/data/mine"]).data_flags() == []
     with pytest.raises(UsageError, match="not both"):
         Request({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags()

@@ -1,4 +1,4 @@
-"""Samples during training; what a run leaves at its end is in the integration tests."""
+"""Samples during training. The integration tests check the files at the end of a run."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def write(accelerator, text, model, tmp_path):
     return write
 
 
-def test_every_sample_has_its_step_prompt_and_a_text_by_the_weights_of_that_step(
+def test_each_sample_has_its_step_its_prompt_and_a_text_by_the_weights_of_that_step(
     write, model, tmp_path, capsys
 ):
     write(2, sample_prompt="第1句")
@@ -76,9 +76,9 @@ def test_without_a_prompt_the_beginning_of_the_validation_text_is_used(text, mod
     assert len(tokenizer.encode(prompt)) <= PROMPT_TOKENS
     texts = [written(text, seed)[1] for seed in (1, 2, 1)]
     assert texts[0] == texts[2] != texts[1]
-    # The prompt does not end within a character.
+    # The prompt does not end inside a character.
     ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode("🤗" * 8)])
-    assert len(ids) == 33  # four bytes each, of which PROMPT_TOKENS takes 11
+    assert len(ids) == 33  # BOS and 8 × 4 bytes; PROMPT_TOKENS takes BOS and 11
     data = type("Text", (list,), {"kind": TEXT})([(ids, None)])
     assert written(data)[0] == "🤗🤗"
 

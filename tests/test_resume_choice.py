@@ -35,7 +35,7 @@ SFT = "train_sft_accelerate.py"
 
 @pytest.fixture(autouse=True)
 def locks():
-    """Releases the locks of a test: a lock is held for as long as its process lives."""
+    """Releases the locks of a test. The process would hold them until it ends."""
     yield
     release_locks()
 
@@ -91,7 +91,7 @@ def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path):
 
 
 def test_a_run_of_another_program_is_refused(tmp_path):
-    """It is refused with every value of --resume."""
+    """It is refused with any value of --resume, and without --resume."""
     run = make_run(tmp_path / "first", 10)
     (run / "settings.json").write_text("{}")  # without "program": an old file of pretraining
     for resume in (None, "auto"):
@@ -176,8 +176,8 @@ def saved_by(
     """Make the checkpoint of a run of CONFIG on MINE with this number of processes.
 
     Args:
-        form: "old" is the format in which the identity contains the shape of the model.
-        changes: to the shape of the model; None leaves a field out.
+        form: "old" is the format whose identity contains the shape of the model.
+        changes: other values for fields of the model's shape; None removes a field.
     """
     shape = {k: v for k, v in (CONFIG.to_dict() | changes).items() if v is not None}
     identity = run_identity(MINE, args, processes, teacher=None)
@@ -201,7 +201,7 @@ def resumed(
 
 
 def not_the_same(start: StartingPoint, *now, **how) -> list[str]:
-    """Return the parts of the error for a run that differs, without the checkpoint's name."""
+    """Return the parts of the error of a resume that must fail, without the checkpoint's name."""
     with pytest.raises(UsageError) as error:
         resumed(start, *now, **how)
     assert "\n" not in str(error.value)
@@ -240,7 +240,7 @@ def test_a_run_is_not_resumed_with_other_data_tokenizer_or_teacher(tmp_path):
 
 @FORMS
 def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path, form):
-    """A field that an old checkpoint lacks has its default."""
+    """A field that the checkpoint does not have gets its default."""
     args = TrainingArguments(batch_size=4, accumulation_steps=2, learning_rate=1e-3)
     start = saved_by(tmp_path, args, form=form, rope_theta=None, tie_embeddings=None)
     now = dataclasses.replace(args, learning_rate=2e-3, resume="auto")

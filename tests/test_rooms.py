@@ -1,4 +1,4 @@
-"""No room (package) imports from a room above it: only the rooms below must be known to read it."""
+"""No room (package) imports from a room above it, so a reader needs only the rooms below it."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-# From the ground up, as docs/architecture.md has them from the top down.
+# From the lowest room to the highest. docs/architecture.md describes them.
 ROOMS = (
     *("common", "model", "data", "formats", "inference", "storage", "report"),
     *("training/arguments", "training/engine", "training", "evaluation", "train", "scripts"),
@@ -21,7 +21,7 @@ LIGHT = ("common.atomic", "data.packing", "storage.folder", "storage.find", "rep
 
 
 def room_of(module: str) -> str | None:
-    """The room of a module of this project; None for a library."""
+    """Return the room of a module of this project; None for a library's module."""
     parts = module.split(".")
     if parts[0] == "training" and "/".join(parts[:2]) in ROOMS:
         return "/".join(parts[:2])
@@ -43,7 +43,7 @@ def sources() -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules that a file imports, also inside functions."""
+    """Return the modules that a file imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -10,7 +10,7 @@ THETA = 1e4
 
 
 def turned_by_definition(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """Every pair of channels times exp(i·t·theta^(-2j/head_dim)), one at a time, in float64."""
+    """Multiply each pair of channels by exp(i·t·theta^(-2j/head_dim)), one by one, in float64."""
     out = x.double().clone()
     batch, seq_len, heads, head_dim = x.shape
     for b, t, h, j in torch.cartesian_prod(
@@ -46,7 +46,7 @@ def test_queries_and_keys_are_rotated_by_the_definition():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dtype_of_queries_and_keys_is_kept_and_the_arithmetic_is_fp32(dtype):
+def test_the_dtype_of_queries_and_keys_is_kept_and_the_arithmetic_is_fp32(dtype):
     q, k = queries_and_keys(dtype=dtype)
     pos_cis = precompute_pos_cis(6, 7)
     turned_q, turned_k = apply_rotary_emb(q, k, pos_cis)
@@ -57,7 +57,7 @@ def test_dtype_of_queries_and_keys_is_kept_and_the_arithmetic_is_fp32(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_table_without_imaginary_part_is_refused(dtype):
+def test_a_table_without_an_imaginary_part_is_refused(dtype):
     q, k = queries_and_keys()
     with pytest.raises(ValueError, match=r"must be complex: as"):
         apply_rotary_emb(q, k, precompute_pos_cis(6, 7).real.to(dtype))
@@ -94,7 +94,7 @@ def bf16_from_constructors():
         yield
 
 
-def test_the_table_is_exact_where_constructors_make_bf16():
+def test_the_table_is_exact_even_if_constructors_return_bf16():
     expected = precompute_pos_cis(64, 512)
     with bf16_from_constructors():
         table = precompute_pos_cis(64, 512)

@@ -1,4 +1,4 @@
-"""The methods of `Run` that make up a step; tests/integration tests whole launches."""
+"""The methods of `Run` for a step; tests/integration tests whole launches."""
 
 import json
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Sequences(PackedDataset):
-    """Random sequences; of sequence i the first `counts[i]` targets count."""
+    """Random sequences. In sequence i, only the first `counts[i]` targets count."""
 
     def __init__(self, counts: list[int], every_target_counts: bool = True):
         self.counts, self.seq_len = counts, SEQ_LEN
@@ -127,14 +127,14 @@ def test_every_target_of_a_step_weighs_the_same_in_any_micro_batch(
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
 
 
-def test_a_step_without_any_target_has_no_gradient(run_of):
+def test_a_step_without_any_target_has_a_gradient_of_zero(run_of):
     run = run_of([0] * len(ALL), every_target_counts=False)
     take(run, 1)
     assert update(run) == 0
 
 
 def batches_of(rank: int, processes: int, counts: list[int], accumulation: int, start_step=0):
-    """One process's micro-batches of two steps of 12 sequences."""
+    """Return the micro-batches of one process in two steps. A step has 12 sequences."""
     total = sum(counts[i] for i in range(12))
 
     def total_of(mine: int) -> int:  # a step holds each sequence once
@@ -200,7 +200,7 @@ def test_a_gradient_is_clipped_to_grad_clip_and_not_at_all_with_0(run_of, grad_c
 
 
 def state_of(run: Run) -> list[torch.Tensor]:
-    """Copies of all that a step changes."""
+    """Return copies of all tensors that a step changes."""
     states = [tensor for state in run.optimizer.state.values() for tensor in state.values()]
     return [tensor.detach().clone() for tensor in (*run.model.parameters(), *states)]
 
@@ -226,7 +226,7 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
     def item(self):
-        raise AssertionError("the GPU has to be waited for")
+        raise AssertionError("reading the value waits for the GPU")
 
     __float__ = __bool__ = tolist = item
 
@@ -257,7 +257,7 @@ def test_samples_and_checkpoints_are_written_at_their_intervals_and_at_the_end(r
     assert done == [("save", 1), ("sample", 3), ("save", 3), ("save", 4)]
 
 
-def test_a_stopped_run_is_saved(run_of, monkeypatch, capsys):
+def test_a_stopped_run_is_saved_and_says_so(run_of, monkeypatch, capsys):
     run, saved = run_of(), []
     monkeypatch.setattr(run_module, "end_stopped", lambda engines, saved: None)
     monkeypatch.setattr(run.checkpointer, "save", lambda step, val_loss: saved.append(step))

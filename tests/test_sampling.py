@@ -1,4 +1,4 @@
-"""Draws follow the probabilities of the tokens that are kept."""
+"""Tokens are drawn by their probabilities among the tokens that the settings keep."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 def frequencies(sampling: Sampling, draws: int = 20000) -> torch.Tensor:
-    """Share of the draws that give each token when the numbers are spread evenly."""
+    """Return each token's share of the draws. The random numbers are spread evenly."""
     numbers = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
     tokens = choose(LOGITS.expand(draws, -1), sampling, numbers)
     return torch.bincount(tokens, minlength=6) / draws

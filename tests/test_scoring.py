@@ -1,4 +1,4 @@
-"""Rows get the right scores, and texts and conversations become the right rows."""
+"""Rows get correct scores, and texts and conversations become correct rows."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def scorer(accelerator) -> Scorer:
 
 
 def random_rows(n: int) -> list[Row]:
-    """Rows of 1 to SEQ_LEN tokens, some targets of each left out; row i belongs to unit i // 3."""
+    """Return rows of 1 to SEQ_LEN tokens with ignored targets. Row i belongs to unit i // 3."""
     rng = torch.Generator().manual_seed(3)
     rows = []
     for i in range(n):
@@ -51,7 +51,7 @@ def random_rows(n: int) -> list[Row]:
 
 
 def naive_score(model: Transformer, row: Row) -> list[float]:
-    """The score of a row by a loop over its positions, without padding and batches."""
+    """Compute the score of a row by a loop over its positions, without padding and batches."""
     nll = hits = n = 0
     with torch.no_grad():
         for t, target in enumerate(row.targets.tolist()):
@@ -91,7 +91,7 @@ def test_bfloat16_scores_are_close_but_not_equal(scorer):
 
 
 def naive_nll(model, ids: list[int], stride: int) -> float:
-    """One token at a time: the context of ids[t] begins at the first window that reaches it."""
+    """Score token by token. The context of ids[t] starts where the first window with it starts."""
     total = 0.0
     for t in range(1, len(ids)):
         start = stride * max(0, math.ceil((t - SEQ_LEN) / stride))

@@ -16,7 +16,7 @@ from inference.server.app import Served, make_app
 from inference.server.requests import CompletionRequest
 from scripts.serve import LOCAL
 
-LONG, SHORT = 1 << 16, 100  # contexts: no text fills the first, a question fills the second
+LONG, SHORT = 1 << 16, 100  # contexts in tokens: no text fills LONG, a long question fills SHORT
 HELLO = [{"role": "user", "content": "1 + 1"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -69,7 +69,7 @@ def test_a_chat_answer_is_the_continuation_of_the_template(client, server, expec
     assert answer.model == "long"
     free = REQUEST | {"seed": None, "max_tokens": 20}
     drawn = {client.chat.completions.create(**free).choices[0].message.content for _ in range(4)}
-    assert len(drawn) > 1  # a seed of its own each time
+    assert len(drawn) > 1  # each time another seed
 
 
 def test_a_streamed_answer_is_the_same_text_in_pieces(client, expected):
@@ -115,7 +115,7 @@ def test_a_client_that_disconnects_cancels_its_answer(client, server, stream):
 
 @pytest.fixture
 def lone(packed, monkeypatch):
-    """A server of its own that may open 16 files, so it takes 7 connections."""
+    """A server for one test. It may open 16 files, so it accepts 7 connections."""
     monkeypatch.setattr("os.sysconf", lambda name: 16)
     started = LiveServer("lone", packed / "tokenizer.model", LONG)
     yield started
@@ -123,7 +123,7 @@ def lone(packed, monkeypatch):
 
 
 def opened(server: LiveServer, text: bytes) -> socket.socket:
-    """Return a connection of which the server has this beginning of a request."""
+    """Return a connection that the server knows, after sending this beginning of a request."""
     connection = socket.create_connection(server.address, timeout=SAFETY_NET_SECONDS)
     connection.sendall(text)
     mine, state = connection.getsockname(), server.server.server_state
@@ -132,7 +132,7 @@ def opened(server: LiveServer, text: bytes) -> socket.socket:
 
 
 def told(connection: socket.socket) -> tuple[int, str]:
-    """Return the status and the error's message that come before the connection ends."""
+    """Read until the connection ends; return the status and the message of the error."""
     with connection, connection.makefile("rb") as answer:
         head, _, body = answer.read().partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]["message"]
@@ -143,7 +143,7 @@ HALVES = {"none": b"", "head": HEAD, "body": HEAD + b"Content-Length: 99\r\n\r\n
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_half_a_request_is_given_up_and_an_answer_is_not(lone, half):
+def test_an_incomplete_request_is_refused_after_a_while_and_an_answer_goes_on(lone, half):
     asked = {"model": "lone", "prompt": "1", "temperature": 0, "stream": True}
     with client_of(lone).completions.create(**asked) as answer:
         assert next(answer)
@@ -153,7 +153,7 @@ def test_half_a_request_is_given_up_and_an_answer_is_not(lone, half):
         assert next(answer)
 
 
-def test_one_connection_too_many_is_told_so_and_fewer_are_served(lone):
+def test_one_connection_too_many_gets_an_error_and_later_ones_are_served(lone):
     halves = [opened(lone, HALVES["head"]) for _ in range(7)]
     with socket.create_connection(lone.address, timeout=SAFETY_NET_SECONDS) as refused:
         assert told(refused) == (503, "too many connections: try again later")
@@ -163,7 +163,7 @@ def test_one_connection_too_many_is_told_so_and_fewer_are_served(lone):
     assert post(lone, CHAT, {"messages": [TURN], "max_tokens": 2})[0] == 200
 
 
-def test_large_texts_are_encoded_two_at_a_time(lone, monkeypatch):
+def test_at_most_two_requests_are_encoded_at_a_time(lone, monkeypatch):
     encode, waiting = CompletionRequest.encode, []
     gate = threading.Event()
 
@@ -179,7 +179,7 @@ def test_large_texts_are_encoded_two_at_a_time(lone, monkeypatch):
     connections = lone.server.server_state.connections
     wait_until(lambda: all(each.cycle and not each.cycle.more_body for each in list(connections)))
     wait_until(lambda: len(waiting) == 2)
-    for client in clients[2:]:  # they leave before their turn
+    for client in clients[2:]:  # they disconnect before they are encoded
         client.close()
     wait_until(lambda: len(lone.server.server_state.connections) == 2)
     gate.set()
@@ -190,11 +190,11 @@ def test_large_texts_are_encoded_two_at_a_time(lone, monkeypatch):
     assert len(waiting) == 2
 
 
-def test_at_the_end_all_who_wait_are_told_why(packed, capsys):
+def test_at_shutdown_all_waiting_clients_get_the_reason(packed, capsys):
     server = LiveServer("mine", packed / "tokenizer.model", LONG)
     body = b'{"prompt": "1", "temperature": 0}'
     whole = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-    opened(server, HALVES["body"]).close()  # a client that leaves is nothing to report
+    opened(server, HALVES["body"]).close()  # the server prints nothing about it
     state = server.server.server_state
     wait_until(lambda: not state.connections and not state.tasks)
     clients = [opened(server, text) for text in [*HALVES.values(), whole]]
@@ -221,7 +221,7 @@ TURN = {"role": "user", "content": "1"}
 ANSWER = {"role": "assistant", "content": "2"}
 PICTURE = {"role": "user", "content": [{"type": "image_url"}]}
 MESSAGE = b'{"messages": [{"role": "user", "content": "%b"}]}'
-REFUSED = [  # path, body, status, the parameter to blame, a word of the message
+REFUSED = [  # path, body, status, the wrong parameter, words of the message
     (CHAT, {"messages": []}, 400, "messages", "at least 1"),
     (CHAT, {"messages": [TURN | {"role": "robot"}]}, 400, "messages", "robot"),
     (CHAT, {"messages": [TURN, ANSWER]}, 400, "messages", "must have the role user"),

@@ -16,7 +16,7 @@ from training.arguments import TrainingArguments, parse_arguments
 
 @pytest.fixture
 def models_of(tmp_path):
-    """Writes a file of flags for each model; returns the arguments and settings of each model."""
+    """Writes a file of flags for each model; returns each model's arguments and model settings."""
 
     def models_of(*flags: str, **models: dict | str) -> list[tuple[TrainingArguments, dict]]:
         words = list(flags)

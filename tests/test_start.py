@@ -1,5 +1,5 @@
-"""The warnings at the start, with memory that a test chooses; main(argv) called as a function that
-leaves the process as it was."""
+"""The warnings before training, with amounts of memory that the tests set, and main(argv), which
+restores the process when it returns."""
 
 import os
 import re
@@ -32,14 +32,14 @@ CONFIG = LMConfig()
 
 @pytest.fixture
 def run_of(monkeypatch, tmp_path):
-    """A run of two processes under ZeRO-2, in which a process can have `room` bytes."""
+    """Makes a run of two processes under ZeRO-2. Each process can use `available` bytes."""
 
-    def make(room=None, device="cpu", offload=False, args=None, **changes):
+    def make(available=None, device="cpu", offload=False, args=None, **changes):
         args = args or TrainingArguments(accumulation_steps=8)
         zero = {"stage": 2} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
         file = {"zero_optimization": zero, "data_types": {"grad_accum_dtype": "fp32"}}
         accelerator = SimpleNamespace(num_processes=2, device=torch.device(device))
-        monkeypatch.setattr(start, "available_memory", lambda device, processes: room)
+        monkeypatch.setattr(start, "available_memory", lambda device, processes: available)
         prepared = {
             **{"args": args, "start": StartingPoint(RunFolder(tmp_path)), "source": None},
             **{"teacher": None, "train_set": None, "val_set": 1, "config": CONFIG},
@@ -58,7 +58,7 @@ def run_of(monkeypatch, tmp_path):
 
 
 def enough_for(run) -> int:
-    """Bytes with which a process of the run just fits."""
+    """Return the bytes that a process of the run needs, rounded up."""
     device = run.accelerator.device
     needed = estimate(run.engine.kind, run.prepared.workload(2, device, compiled=False))
     margin = 1 if device.type == "cpu" else MARGIN
@@ -76,8 +76,8 @@ def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device,
     assert line.startswith("WARNING: a process may need ")
     assert f", but can use only {(enough - 2) / GIB:.2f} GiB: a smaller --batch_size" in line
     # Offloading saves memory only on a GPU.
-    spares = offload and device == "cuda"
-    assert (enough < enough_for(run_of(device=device))) == spares
+    saves = offload and device == "cuda"
+    assert (enough < enough_for(run_of(device=device))) == saves
 
 
 def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
@@ -96,7 +96,7 @@ def test_the_memory_of_a_teacher_is_counted(run_of):
 @pytest.mark.parametrize(
     ("args", "how"), [(TrainingArguments(), "smaller"), (SFTArguments(data="x"), "larger")]
 )
-def test_data_without_validation_is_warned_of(run_of, args, how):
+def test_data_without_a_validation_split_give_a_warning(run_of, args, how):
     (line,) = start.warnings(run_of(val_set=None, args=args))
     assert line.startswith("NO VALIDATION: ")
     assert f"with a {how} --max_seq_len" in line
@@ -104,7 +104,7 @@ def test_data_without_validation_is_warned_of(run_of, args, how):
 
 @pytest.mark.parametrize(("trained", "resumed"), [(256, False), (256, True), (512, False)])
 def test_positions_that_were_never_trained_are_warned_of(run_of, tmp_path, trained, resumed):
-    """The run has 512, LMConfig's own."""
+    """The run has 512 positions, the default of LMConfig."""
     config = LMConfig(max_seq_len=trained)
     source = SimpleNamespace(path=Path("out/runs/short/weights"), config=lambda: config)
     begin = StartingPoint(RunFolder(tmp_path), checkpoint=tmp_path if resumed else None)
@@ -122,7 +122,7 @@ def test_a_folder_that_other_machines_do_not_see_is_warned_of(run_of, monkeypatc
 
 @pytest.fixture
 def flags(packed, tmp_path):
-    """Returns the flags of a tiny run called `name`."""
+    """Makes the flags of a tiny run called `name`."""
 
     def of(name: str, *more: str) -> list[str]:
         where = ("--data", str(packed), "--out_dir", str(tmp_path), "--run_name", name)
@@ -138,7 +138,7 @@ def saved_steps(run: Path) -> int:
 def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, capsys):
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     command, environ = list(sys.argv), os.environ.copy()
-    Accelerator(mixed_precision="no", cpu=True)  # made by other code in the process
+    Accelerator(mixed_precision="no", cpu=True)  # other code in the process has made one
     main(flags("a", "--dtype", "bfloat16"))
     with pytest.raises(SystemExit) as ended:
         main(flags("b", "--dim", "33"))
@@ -157,12 +157,14 @@ def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, caps
     assert sys.argv[0] not in settings
 
 
-def test_a_run_from_one_with_an_adapter_says_what_becomes_of_the_adapter(flags, tmp_path, capsys):
+def test_a_run_that_starts_from_an_adapted_run_says_that_the_adapter_is_merged(
+    flags, tmp_path, capsys
+):
     main(flags("a"))
     adapted = tmp_path / "a" / "settings.json"
     adapted.write_text('{"arguments": {"lora_dim": 4}}', encoding="utf-8")
     shutil.copytree(tmp_path / "a" / "weights", tmp_path / "a" / "base")
-    main(flags("base"))  # a run of this name is no base of other runs
+    main(flags("base"))  # a run named base; its weights are no base of an adapter
     said = {}
     sources = ("a", "a/checkpoints/step-00000002", "a/base", "b")
     for name, weights in zip("bcde", sources, strict=True):
@@ -197,7 +199,7 @@ def test_an_interrupt_saves_returns_and_prints_the_command_that_resumes(
         steps.append(run)
         if len(steps) == 3:
             signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)  # twice at once
+            signal.raise_signal(signal.SIGINT)  # two signals at once count as one
         return clip(run)
 
     monkeypatch.setattr(Run, "clip_gradients", interrupted)

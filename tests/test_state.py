@@ -59,7 +59,7 @@ def test_a_run_continues_from_its_state_to_the_bit(args, accelerator):
     assert other.state.scalars() == {"optimizer_step": 4, "loss_scale": None}
 
 
-def test_training_from_loaded_weights_equals_training_from_initial_ones(accelerator):
+def test_training_from_loaded_weights_equals_training_from_the_same_initial_weights(accelerator):
     one, other = Trainee(accelerator, MUON), Trainee(accelerator, MUON, seed=5)
     other.state.load_weights(one.state.weights(), "weights")
     for seed in (1, 2):
@@ -122,13 +122,13 @@ def test_the_moments_of_a_parameter_depend_on_its_optimizer(stepped, accelerator
     assert any(bool(moment.any()) for moment in moments.values()) == stepped
     assert trainee.state.scalars()["optimizer_step"] == stepped
     name = "layers.0.attention.wq.weight.momentum_buffer"
-    moments[name] = moments[name][:1]  # of another shape
+    moments[name] = moments[name][:1]  # a wrong shape
     with pytest.raises(ConfigError, match=name):
         trainee.state.load(trainee.state.weights(), moments, trainee.state.scalars(), "checkpoint")
 
 
 def test_the_loss_scale_of_fp16_is_restored():
-    """With DeepSpeed's scaler: a scale that was lowered stays lowered."""
+    """DeepSpeed's scaler is used. A scale that was lowered stays lowered."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
     def state(scaler) -> TrainingState:

@@ -77,7 +77,7 @@ def test_a_hugging_face_llama_teaches_without_an_import(build, tmp_path):
     model.save_pretrained(llama, max_shard_size="40KB")
     assert len(list(llama.glob("*.safetensors"))) > 2
     teacher, tokens = build("float32", llama), torch.arange(64)[None]
-    teacher.model.double()  # rounding in fp32 alone makes a difference of 1e-5
+    teacher.model.double()  # rounding in fp32 gives differences of 1e-5
     with torch.no_grad():
         expected = model.double()(tokens).logits
     torch.testing.assert_close(teacher.model(tokens).logits, expected, atol=1e-5, rtol=0)
@@ -121,7 +121,7 @@ def test_a_teacher_with_a_shorter_context_or_another_tokenizer_is_refused(
     assert config["bf16"] == {"enabled": True}
     assert config["zero_optimization"]["memory_efficient_linear"] is False
     assert "--teacher_config needs a launcher" in refused(weights, data, **divided)
-    find(weights, **divided).require_fit(data, engine=None)  # before a launch
+    find(weights, **divided).require_fit(data, engine=None)  # as before a launch
 
 
 def test_weights_that_cannot_teach_are_refused(weights, tmp_path):

@@ -1,4 +1,4 @@
-"""Ids become whole characters, up to a stop string."""
+"""A stream of ids gives whole characters, and ends before a stop string."""
 
 import random
 
@@ -30,7 +30,7 @@ def foreign(packed, tmp_path_factory) -> Tokenizer:
 
 
 def write(tokenizer: Tokenizer, ids: list[int], most: int, **options) -> tuple[list[str], str]:
-    """Give these ids to a text of `most` tokens; return its pieces and why it ended."""
+    """Give these ids to a text of at most `most` tokens; return its pieces and why it ended."""
     delivered = []
     text = StreamedText(
         prompt=[5],
@@ -56,13 +56,13 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text):
     first, *ids = tokenizer.encode(text)
-    beyond = [first, tokenizer.vocab_size + 7, *ids, tokenizer.vocab_size]  # a rounded vocabulary
+    beyond = [first, tokenizer.vocab_size + 7, *ids, tokenizer.vocab_size]  # ids without a piece
     for parts in (streamed(tokenizer, [first, *ids]), streamed(tokenizer, beyond)):
         assert "".join(parts) == text
         assert not any("\ufffd" in part for part in parts)
 
 
-def test_a_character_is_given_once_it_is_complete_or_cannot_become_complete(tokenizer):
+def test_a_character_is_delivered_when_it_is_complete_or_can_never_be(tokenizer):
     ids = tokenizer.encode("🤗!")
     assert streamed(tokenizer, ids) == ["", "", "", "🤗", "!"]
     broken = tokenizer.decode(ids[:2])

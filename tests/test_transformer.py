@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from formats.hugging_face import llama_config, to_llama
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
 
-# A head of 8 has four rotations: one is kept, one is in between, two are slowed down.
+# A head of 8 channels has four rotations: one is kept, one is slowed partly, two fully.
 SCALING = {"factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
 SCALING |= {"original_max_seq_len": 200}
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
@@ -31,7 +31,7 @@ def transformer(seed=0, **changes) -> Transformer:
         if name.endswith("norm.weight"):
             parameter.data.uniform_(0.5, 1.5)
         else:
-            parameter.data.mul_(5)  # logits of ordinary size
+            parameter.data.mul_(5)  # so that logits vary
     return model
 
 
@@ -40,12 +40,12 @@ def some_tokens(seq_len=13, batch=3, seed=1) -> torch.Tensor:
 
 
 def as_llama(model: Transformer) -> LlamaForCausalLM:
-    """transformers' Llama with the same weights."""
+    """Return transformers' Llama with the same weights."""
     config = llama_config(model.config, "float32", 1, 2)
     llama = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager"))
     weights = to_llama(model.config, {name: p.data for name, p in model.named_parameters()})
     lacking = llama.load_state_dict(weights, strict=False).missing_keys
-    assert set(lacking) <= {"lm_head.weight"}  # tied to the embedding
+    assert set(lacking) <= {"lm_head.weight"}  # tied: same as the embedding
     llama.tie_weights()
     return llama.eval()
 
@@ -102,7 +102,7 @@ def log_probabilities(model: Transformer, tokens, targets) -> torch.Tensor:
     return log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
 
 
-def test_ignored_targets_do_not_count_in_the_loss():
+def test_ignored_targets_do_not_count_in_the_mean_loss():
     model = transformer()
     tokens, targets = some_tokens(), some_tokens(seed=2)
     targets[0, 3:] = IGNORE_INDEX
@@ -198,7 +198,7 @@ def test_flops_per_token_equal_a_count_by_hand(tie_embeddings):
     assert model.flops_per_token(16) == 6 * 21_792 + 12_288
 
 
-def assert_rotations_are_whole(model: Transformer) -> None:
+def assert_rotations_are_exact(model: Transformer) -> None:
     config = model.config
     expected = precompute_pos_cis(config.head_dim, config.max_seq_len, config.rope_theta)
     assert model.pos_cis.dtype == torch.complex64
@@ -217,11 +217,11 @@ CASTS = {
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
-def test_pos_cis_survives_casts(cast):
-    assert_rotations_are_whole(cast(transformer()))
+def test_casts_of_the_model_do_not_change_pos_cis(cast):
+    assert_rotations_are_exact(cast(transformer()))
 
 
-def test_pos_cis_follows_to_the_meta_device_and_back():
+def test_pos_cis_moves_to_the_meta_device_and_back():
     model = transformer().to("meta")
     assert model.pos_cis.is_meta
-    assert_rotations_are_whole(model.to_empty(device="cpu"))
+    assert_rotations_are_exact(model.to_empty(device="cpu"))

@@ -29,7 +29,7 @@ class Lines(Dataset):
 
 
 class LossIsTheTarget(nn.Module):
-    """A model whose loss is the target, and 0 where the target is ignored."""
+    """A model whose loss at a position is the target, or 0 if the target is ignored."""
 
     def forward(self, tokens, targets, reduction):
         assert reduction == "none"
@@ -42,7 +42,7 @@ class LossIsTheTarget(nn.Module):
 )
 def test_validation_samples_are_spread_over_the_split(accelerator, n, most, expected):
     loader = validation_loader(Lines([[i] * 4 for i in range(n)]), 4, most, accelerator)
-    for _ in range(2):  # every validation reads the same
+    for _ in range(2):  # every validation reads the same samples
         assert [i for tokens, _ in loader for i in tokens[:, 0].tolist()] == expected
 
 

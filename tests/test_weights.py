@@ -27,7 +27,7 @@ def weights_of(model: Transformer) -> dict:
 
 
 def save(run: Path, step: int, val_loss: float | None = None) -> None:
-    """A checkpoint of a model seeded with its step."""
+    """Save a checkpoint. The model's weights are random; their seed is the step."""
     tensors = {WEIGHTS: weights_of(model_of(step)), OPTIMIZER: {}, RANDOM: {}}
     state = {"step": step, "processes": 1, "optimizer_step": step, "identity": {}}
     state |= {"model": LMConfig(**SHAPE).to_dict(), "val_loss": val_loss}
@@ -36,7 +36,7 @@ def save(run: Path, step: int, val_loss: float | None = None) -> None:
 
 @pytest.fixture
 def run(tmp_path, packed) -> Path:
-    """A run under way, with two checkpoints."""
+    """An unfinished run with two checkpoints."""
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("")
@@ -48,7 +48,7 @@ def run(tmp_path, packed) -> Path:
 
 @pytest.fixture
 def weights(run, packed) -> Path:
-    """The weights of the same run once it is finished: those of seed 30."""
+    """The final weights of the same run, which finish it; their seed is 30."""
     save_portable(run / "weights", LMConfig(**SHAPE), weights_of(model_of(30)))
     shutil.copy(packed / "tokenizer.model", run / "weights")
     return run / "weights"
@@ -64,14 +64,14 @@ def seed_of(name: str | Path) -> int:
     return next(s for s in seeds if torch.equal(model_of(s).tok_embeddings.weight, embedding))
 
 
-def test_a_run_under_way_opens_its_newest_checkpoint(run):
+def test_an_unfinished_run_opens_its_newest_checkpoint(run):
     assert seed_of(run) == 20
     assert seed_of(run / "checkpoints" / "step-00000010") == 10
 
 
 def test_a_finished_run_opens_its_weights_which_also_work_alone(run, weights, tmp_path):
     assert seed_of(run) == seed_of(weights) == 30
-    assert seed_of(weights.rename(tmp_path / "elsewhere@best")) == 30  # the real name of the folder
+    assert seed_of(weights.rename(tmp_path / "elsewhere@best")) == 30  # a folder's name
 
 
 def test_an_opened_model_has_the_name_of_its_run_and_its_folder(run, weights, tmp_path):

@@ -1,4 +1,4 @@
-"""One thread writes all texts: texts join, wait, are cancelled, and fail."""
+"""One thread generates all texts. Texts join, wait, are cancelled, and fail."""
 
 import threading
 
@@ -14,7 +14,7 @@ from inference.generation import StreamedText, generate
 from inference.sampling import Sampling
 from inference.worker import Worker
 
-CONTEXT = 1 << 16  # so long that no text comes to its end by itself
+CONTEXT = 1 << 16  # so long that no text fills it
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 6, 7]
 

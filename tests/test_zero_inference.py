@@ -9,7 +9,7 @@ from training.engine.zero_inference import ZeroInference
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """Returns the ZeroInference of a launcher whose file has this "zero_optimization"."""
+    """Makes the ZeroInference of a launch whose DeepSpeed file has this "zero_optimization"."""
 
     def launch(device=None, **zero) -> ZeroInference | None:
         path = tmp_path / "ds.json"

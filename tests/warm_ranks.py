@@ -1,10 +1,10 @@
 """Start programs without the seconds that each of them spends on imports.
 
-A helper process imports PyTorch, DeepSpeed and the like once and is forked for every program. A
-fork is set up as a fresh interpreter is. The launchers of Accelerate, PyTorch and DeepSpeed run as
-they are, but the Python processes that they start are forks too. A fork differs from a fresh
-interpreter in three ways: modules are there before they are imported, sets have the same order in
-all processes, and /proc has the helper's environment.
+A helper process imports PyTorch, DeepSpeed and other libraries once and forks for every program. A
+fork is set up like a fresh interpreter. The launchers of Accelerate, PyTorch and DeepSpeed run
+unchanged, but the Python processes that they start are forks too. A fork differs from a fresh
+interpreter in three ways: modules are loaded before the program imports them, sets have the same
+order in all processes, and /proc/PID/environ is the helper's environment.
 """
 
 import atexit
@@ -38,7 +38,7 @@ PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 
 
 def without_launcher(environ: dict[str, str]) -> dict[str, str]:
-    """Return an environment without a GPU and without what a launcher may have left in it."""
+    """Return an environment without a GPU and without a launcher's variables."""
     clean = {k: v for k, v in environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         clean.pop(name, None)
@@ -69,7 +69,7 @@ class WarmProcess:
         self._helper.ask("send_signal", self.pid, number)
 
     def abandon(self) -> None:
-        """End the program and what it has started."""
+        """Kill the program. The forks that it started end too."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -77,7 +77,7 @@ class Helper:
     """The process that forks. When it ends, its forks end too.
 
     Args:
-        before: words before its command line, which start it in other namespaces.
+        before: words to put before the command line, which start the helper in other namespaces.
     """
 
     def __init__(self, before: tuple[str, ...] = ()):
@@ -102,9 +102,10 @@ class Helper:
         return json.loads(self._process.stdout.readline())
 
     def start(self, command: list[str], cwd: Path, environ: dict[str, str], output) -> WarmProcess:
-        """
+        """Start a program in a fork.
+
         Args:
-            command: begins with this interpreter.
+            command: begins with the path of this interpreter.
             output: an open file with a name, for stdout and stderr.
         """
         assert command[0] == sys.executable
@@ -129,7 +130,7 @@ class Forked(subprocess.Popen):
     def __init__(self, words, environ, search, cwd=".", output=None, start_new_session=False):
         self.args, self.returncode = words, None
         self.stdin = self.stdout = self.stderr = None
-        # Popen's own methods read these.
+        # The methods of Popen read these attributes.
         self._child_created, self._waitpid_lock = True, threading.Lock()
         sys.stdout.flush()
         self.pid = os.fork()
@@ -145,7 +146,7 @@ def become(words: list[str], environ: dict, search: list[str], cwd: str, output:
     Args:
         words: the command line after "python".
         search: a fresh interpreter's sys.path without its first entry.
-        output: the file for stdout and stderr, if they change.
+        output: the file for stdout and stderr; None: they stay as they are.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -167,12 +168,12 @@ def become(words: list[str], environ: dict, search: list[str], cwd: str, output:
             run_program(list(words), search)
             code = 0
         except (Exception, KeyboardInterrupt):
-            sys.excepthook(*sys.exc_info())  # it may exit with its own code
+            sys.excepthook(*sys.exc_info())  # the hook may exit with another code
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         if isinstance(exit.code, str):
             print(exit.code, file=sys.stderr)
-    finally:  # what Python does at its end
+    finally:  # as Python does when it ends
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -204,14 +205,14 @@ def run_program(words: list[str], search: list[str]) -> None:
     importlib.invalidate_caches()
     if is_module:
         sys.argv[0] = importlib.util.find_spec(name).origin
-        sys.modules.pop(name, None)  # a program that is started is not a module yet
+        sys.modules.pop(name, None)  # a fresh interpreter has not imported it
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(name, run_name="__main__")
 
 
 def popen(search: list[str], args, env=None, start_new_session=False, **others):
-    """Fork where a launcher starts this Python; else start a process."""
+    """Replace Popen in a launcher: fork if the command is this Python, else start a process."""
     if args[0] != sys.executable:
         return POPEN(args, env=env, start_new_session=start_new_session, **others)
     environ = dict(os.environ if env is None else env)
@@ -219,7 +220,7 @@ def popen(search: list[str], args, env=None, start_new_session=False, **others):
 
 
 def import_everything() -> list[str]:
-    """Return the search path without this file's folder."""
+    """Import all modules; return sys.path without this file's folder."""
     search = sys.path[1:]
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     for name in (*MODULES, *PROGRAMS):
