@@ -26,9 +26,8 @@ from storage.checkpoint import (
     write_base,
     write_checkpoint,
 )
-from storage.folder import RunFolder, step_of
+from storage.folder import RunFolder
 from storage.weights import WeightsFolder
-from training.checkpointing import prune
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400, dropout=0.25)
 IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "muon"}
@@ -45,11 +44,9 @@ def state_of(step: int, **changes) -> dict:
     return state | {"processes": 1, "optimizer_step": step, "loss_scale": None} | changes
 
 
-def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> None:
+def save(run: RunFolder, *steps: int) -> None:
     for step in steps:
-        val_loss = (val_losses or {}).get(step)
-        write_checkpoint(run, tensors_of(step), state_of(step, val_loss=val_loss))
-        prune(run, keep_last)
+        write_checkpoint(run, tensors_of(step), state_of(step))
 
 
 @pytest.fixture
@@ -77,12 +74,6 @@ def test_a_written_checkpoint_is_complete_and_sound(run):
         written = load_file(path / name)
         assert written.keys() == tensors.keys()
         assert all(torch.equal(written[k], v) for k, v in tensors.items())
-
-
-@pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (0, [1, 2, 3, 4, 5])])
-def test_pruning_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
-    save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
-    assert [step_of(path) for path in run.all_checkpoints()] == kept
 
 
 def test_damage_of_any_file_is_reported_in_one_line_and_never_raises(run):

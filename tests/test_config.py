@@ -1,4 +1,3 @@
-import json
 import math
 
 import pytest
@@ -65,18 +64,6 @@ def test_a_config_without_the_newest_fields_gives_the_same_model():
     old = LMConfig().to_dict()
     del old["head_dim"], old["rope_scaling"]
     assert LMConfig.from_dict(old).shape() == LMConfig().shape()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        LMConfig(),
-        LMConfig(dim=64, n_heads=4, n_kv_heads=1, hidden_dim=100, tie_embeddings=False),
-        LMConfig(head_dim=48, rope_scaling=SCALING),
-    ],
-)
-def test_a_config_is_equal_after_writing_and_reading_json(config):
-    assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_unknown_settings_are_refused_by_name():

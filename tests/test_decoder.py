@@ -73,17 +73,6 @@ def test_decoding_switches_cudnn_attention_off(monkeypatch):
     assert torch.backends.cuda.cudnn_sdp_enabled()  # training may use cuDNN
 
 
-def test_removing_sequences_does_not_change_the_logits_of_the_others():
-    model = transformer()
-    decoder, texts = Decoder(model), ids(9, 3, 30)
-    cache, _ = decoder.read(texts)
-    decoder.step(torch.tensor([[1], [2], [3]]), cache)
-    cache.keep([2, 1])
-    logits = decoder.step(torch.tensor([[4], [5]]), cache)
-    expected = uncached(model, [[*texts[2], 3, 4], [*texts[1], 2, 5]])
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_bfloat16_logits_are_close_and_returned_in_fp32():
     model = transformer()
     texts = ids(20, 3)

@@ -96,12 +96,6 @@ def test_texts_that_join_and_leave_a_batch_are_the_same_as_alone(long):
         assert len(text.ids) == text.max_new_tokens
 
 
-def test_the_cache_grows_with_the_text(long):
-    text = text_of([3, 4, 5], 147, GREEDY)
-    generate_all(Decoder(long), [text])  # more tokens than fit into the first cache
-    assert text.ids == step_by_step(long, [3, 4, 5], 147)
-
-
 def test_each_text_of_a_batch_has_its_own_settings(long):
     penalised, allowed = replace(GREEDY, repetition_penalty=1.9), list(range(20, 30))
     first, second = prompts(8, 8)

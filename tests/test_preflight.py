@@ -336,11 +336,12 @@ def test_every_stage_measures_real_steps(
     names = {"packed": packed, "weights": weights, "chat": chat}
     here = {k: v.format(**names) for k, v in environ.items()} | {"MINUTES": "0.1"}
     engine = {} if "--deepspeed" in words else {"ENGINE": "ddp"}
+    before = set(REPOSITORY.glob("out/data/chat-*-chat"))
     monkeypatch.setattr(os, "environ", os.environ | here | engine)
     try:
         arguments = main(words.format(**names).split())
     finally:
-        for folder in REPOSITORY.glob("out/data/chat-*-chat"):
+        for folder in {*REPOSITORY.glob("out/data/chat-*-chat")} - before:
             shutil.rmtree(folder)
     said = capsys.readouterr().out
     assert says in said

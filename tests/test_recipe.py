@@ -36,10 +36,6 @@ def at(flops: float):
     return lambda model: model.rows * model.length * model.flops / flops
 
 
-def name(plan) -> tuple[int, int]:
-    return plan.model.settings["n_layers"], plan.model.settings["dim"]
-
-
 def test_more_time_or_speed_trains_a_larger_model_on_more_tokens():
     plans = [
         choose(replace(TEXT, seconds=s, tokens=1e12), MODELS, at(2e11)) for s in (50, 800, 1e5)

@@ -11,7 +11,6 @@ from common.errors import UsageError
 from data.dataset import PackedDataset
 from model import IGNORE_INDEX, LMConfig
 from storage.folder import RunFolder
-from training import run as run_module
 from training.arguments import TrainingArguments
 from training.build import build_model, seed_everything
 from training.engine.launch import Engine
@@ -255,18 +254,6 @@ def test_samples_and_checkpoints_are_written_at_their_intervals_and_at_the_end(r
     for step in run.steps():
         run.end(step, 1.0)
     assert done == [("save", 1), ("sample", 3), ("save", 3), ("save", 4)]
-
-
-def test_a_stopped_run_is_saved_and_says_so(run_of, monkeypatch, capsys):
-    run, saved = run_of(), []
-    monkeypatch.setattr(run_module, "end_stopped", lambda engines, saved: None)
-    monkeypatch.setattr(run.checkpointer, "save", lambda step, val_loss: saved.append(step))
-    run.stop.reason = lambda: "SIGTERM"
-    for step in run.steps():
-        run.end(step, 1.0)
-    run.finish()
-    assert saved == [1]
-    assert "stopped by SIGTERM after step 1, saved" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("most", "norms"), [(2, [NAN, 1.0, NAN, INF]), (3, [1.0, NAN, NAN, NAN])])
