@@ -1,4 +1,4 @@
-"""The chat template, which turns a conversation into one text or into token ids.
+"""The chat template turns a conversation into one text or into token ids.
 
 Every turn stands between <s> and </s>, the pieces that mark documents in pretraining. The template
 therefore adds no ids to the vocabulary.
@@ -10,7 +10,7 @@ therefore adds no ids to the vocabulary.
     <s>assistant
     2</s>
 
-Role, line end and content are encoded as one text. A "<s>" in a content is text, not a marker.
+Role, line end and content are encoded as one text. A "<s>" inside a content is not a marker.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from data.tokenizer import Tokenizer
 TEMPLATE_FILE = "chat_template.jinja"
 # transformers also looks for markers in a user's text. JINJA therefore inserts these two
 # noncharacters after every "<", and the exported tokenizer removes them. If a text already has the
-# pair, JINJA inserts a second pair inside it, and the tokenizer removes only the second.
+# pair, JINJA inserts a second pair inside it, and the tokenizer removes only the inner pair.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"
@@ -33,9 +33,9 @@ _JINJA = (
 )
 _TEXT = "message['role'] + '\\n' + message['content']"
 # The template for programs other than transformers. llama.cpp without its Jinja interpreter
-# recognises this template by "bos_token + message['role']".
+# recognises this template by the text "bos_token + message['role']" in it.
 PLAIN_JINJA = _JINJA.format(text=_TEXT)
-# The template for transformers. Its tokenizer comes from `tokenizer_json.convert(chat=True)`.
+# The template for transformers. The exported tokenizer.json must remove every ESCAPE.
 JINJA = _JINJA.format(
     text=f"({_TEXT}) | replace('{ESCAPE}', '{ESCAPE[0]}{ESCAPE}{ESCAPE[1]}')"
     f" | replace('<', '<{ESCAPE}')"
@@ -45,7 +45,7 @@ JINJA = _JINJA.format(
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn]
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids, and for each id whether it counts in the loss (answers and their </s>)."""
+    """Return the ids, and True for each id that counts in the loss (answers and their </s>)."""
     turns = list(turns)
     texts = [f"{turn.role}\n{turn.content}" for turn in turns]
     prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])
@@ -61,6 +61,6 @@ def encode_conversation(
 
 
 def encode_chat_prompt(tokenizer: Tokenizer, turns: Iterable[Turn]) -> list[int]:
-    """Return the ids of the turns and of "<s>assistant", after which the model answers."""
+    """Return the ids of the turns and of the "<s>assistant" line that starts an answer."""
     ids, _ = encode_conversation(tokenizer, turns)
     return [*ids, tokenizer.bos_id, *tokenizer.encode(f"{ASSISTANT}\n")]

@@ -12,7 +12,7 @@ Each conversation is one JSON object. Its keys determine the format:
 In every format, "system" may hold the system message. Answers with "weight": 0, and answers in a
 list under "prompt", do not count in the loss. A content may be a list of parts {"type": "text",
 "text": "…"}. A prompt that begins with "\\n\\nHuman:" holds several turns, as in Anthropic's
-hh-rlhf. "rejected" is not read. The built-in conversations are made from the docstrings of
+hh-rlhf. "rejected" is not used. The built-in conversations are made from the docstrings of
 Python's standard library.
 """
 
@@ -40,7 +40,7 @@ LISTS = ("conversations", "messages")
 ANSWERS = ("chosen", "response", "completion")
 KEYS = (*LISTS, "prompt", *ANSWERS, "rejected", "instruction", "input", "output")
 KEYS += (SYSTEM, "history")
-# The built-in conversations use signatures and summaries of these lengths, in characters.
+# Limits of signatures and summaries in the built-in conversations, in characters.
 LONGEST_SIGNATURE = 120
 SUMMARY_LENGTHS = range(20, 301)
 
@@ -50,7 +50,7 @@ class Turn(NamedTuple):
 
     role: str  # one of ROLES
     content: str
-    has_weight: bool = True
+    has_weight: bool = True  # False: this turn does not count in the loss
 
     @property
     def counts(self) -> bool:
@@ -72,8 +72,8 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
-    """Return the turns of a conversation. Raises DataError, which begins with `where`, if the form
-    is unknown, if `check_turns` refuses it, or if no answer counts in the loss."""
+    """Return the turns of a conversation. Raises DataError, which begins with `where`, if the
+    format is unknown, if `check_turns` refuses it, or if no answer counts in the loss."""
     if value.get("history"):
         raise DataError(f'{where}: "history" is not supported: put all turns into "messages"')
     turns = _turns(value, where)
@@ -93,7 +93,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
         place = f"{where}: turn {number}"
         if role not in expected:
             known = " or ".join(expected)
-            raise DataError(f"{place} has the role {_shown(role)}, expected is {known}")
+            raise DataError(f"{place} has the role {_shown(role)} instead of {known}")
         if not is_text(content):
             raise DataError(f"{place} has {_shown(content)} instead of a text")
         if role == ASSISTANT and not content.strip():
@@ -102,7 +102,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
 
 
 def text_of(content: object) -> object:
-    """Join a list of text parts. If a part is not text, return it. Return any other `content`."""
+    """Join a list of text parts. Return any part that is not text, or content that is no list."""
     with suppress(TypeError, KeyError):
         if isinstance(content, list):
             others = [part for part in content if part["type"] != "text"]
@@ -169,7 +169,7 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
     """Yield one question about each public function, method and class. The answer is the signature
-    or the summary. Questions for both could put the answer of one split into the other."""
+    or the summary. With a second question, one split could contain the answers of the other."""
     seen = set()
     for path in files:
         relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")
@@ -193,8 +193,8 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
 
 
 def _documented(node: ast.AST, name: str, kind: str) -> Iterator[tuple[int, str, str, str]]:
-    """Yield the public definitions in a module or class: line, "function", "method" or "class",
-    signature as in "shutil.which(cmd, path=None)", summary."""
+    """Yield (line, kind, signature, summary) of the public definitions in a module or class. A kind
+    is "function", "method" or "class"; a signature is like "shutil.which(cmd, path=None)"."""
     for item in node.body:
         is_class = isinstance(item, ast.ClassDef)
         if not is_class and not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):

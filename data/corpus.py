@@ -1,10 +1,10 @@
 """Find the files of a corpus and read their documents.
 
 - `.jsonl`, `.jsonl.gz`, `.jsonl.zst`: each line is a JSON object with the document under "text"
-  (MiniMind's format) or another key.
-- `.csv`, `.parquet`: each row is a document, in the column "text" or another column.
+  (MiniMind's format) or under the key that --text_column names.
+- `.csv`, `.parquet`: each row is a document, in the column "text" or --text_column.
 - `.txt`: the file is one document. A long file is cut at line ends into several documents.
-- a folder: all such files below it, in sorted order.
+- a folder: all files of these kinds below it, in sorted order.
 - "builtin": the source of Python's standard library, about 12 MB without its tests.
 
 Memory holds one line, section or batch of rows at a time. `.zst` and `.parquet` need pyarrow.
@@ -29,7 +29,7 @@ BUILTIN = "builtin"
 TEXT_COLUMN = "text"
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSONL, ".csv", ".parquet")
-SECTION_BYTES = 16 * 1024
+SECTION_BYTES = 16 * 1024  # largest document of a .txt by default
 CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
 BATCH_ROWS = 64  # rows of Parquet in memory at once
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.
@@ -42,7 +42,7 @@ class Record(NamedTuple):
     """The bytes of one document in its file, not yet decoded."""
 
     path: str
-    position: int  # offset of the first byte in a .txt; else a line or row, counted from 1
+    position: int  # first byte in a .txt or .py, from 0; line or row in other files, from 1
     raw: bytes
     fault: str = ""  # why the row has no text; empty if it has text
     text_column: str = TEXT_COLUMN  # the key of the text in a line of JSON
@@ -77,7 +77,7 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     files = [each for each in paths if each.endswith(suffixes) and os.path.isfile(each)]
     if not files:
         kinds = ", ".join(suffixes)
-        raise DataError(f"{source}: cannot read this kind of file; use one of {kinds}")
+        raise DataError(f"{source}: found no file that ends in one of {kinds}")
     return files
 
 
@@ -85,7 +85,7 @@ def read_records(
     files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
 ) -> Iterator[Record]:
     """Yield every document of every file. A document of a .txt has at most section_bytes.
-    Raises DataError if a file cannot be read or has no column of this name."""
+    Raises DataError if a file cannot be read or has no column `text_column`."""
     for path in files:
         try:
             if path.endswith(".csv"):
@@ -132,7 +132,7 @@ def _open_zst(path: str, mode: str) -> io.BufferedReader:
 
 def _csv_records(path: str, column: str) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_FIELD)
-    # Invalid UTF-8 is kept here. `decode` reports it with the number of the line.
+    # Invalid UTF-8 is kept here, so that `decode` can report its line number.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         _known_columns(path, (column,), rows.fieldnames or [column])
@@ -150,7 +150,7 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
 
 
 def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Yield each row of a .parquet file with the columns in `keys` that the file has.
+    """Yield each row of a .parquet file as a dict of the columns in `keys` that the file has.
     Raises DataError if the file has none of these columns or is damaged."""
     arrow = _pyarrow(path)
     try:
@@ -166,7 +166,7 @@ def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _known_columns(path: str, keys: tuple[str, ...], names: list[str]) -> list[str]:
-    """Return the keys that are among the names of columns. Raises DataError if there are none."""
+    """Return the keys that are column names. Raises DataError if no key is a column name."""
     if columns := [key for key in keys if key in names]:
         return columns
     known = ", ".join(map(repr, names))
@@ -183,14 +183,14 @@ def _pyarrow(path: str) -> ModuleType:
 
 
 def parse(record: Record) -> str:
-    """Return the text of a document. Raises DataError, which names the place, if there is none."""
+    """Return the text of a record. Raises DataError, which names the place, if it has no text."""
     if record.fault:
         raise DataError(f"{record.place}: {record.fault}")
     if not record.path.endswith(JSONL):
         return decode(record)
     text = load_json(record).get(record.text_column)
     if not is_text(text):
-        found = f'no "{record.text_column}" with a valid string in it, but {text!r:.40}'
+        found = f'"{record.text_column}" must be a valid string, not {text!r:.40}'
         raise DataError(f"{record.place}: {found}")
     return text
 
@@ -200,7 +200,7 @@ def decode(record: Record) -> str:
     try:
         text = record.raw.decode()
     except UnicodeDecodeError as error:
-        where = f"{record.place}: not valid UTF-8 {error.start} bytes after the start"
+        where = f"{record.place}: not valid UTF-8 (after {error.start} valid bytes)"
         hint = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
         raise DataError(f"{where}: {hint}") from error
     at_start = record.position == (1 if record.path.endswith(JSONL) else 0)
@@ -208,7 +208,7 @@ def decode(record: Record) -> str:
 
 
 def load_json(record: Record) -> dict[str, Any]:
-    """Return the object in a line of JSON. Raises DataError if there is none."""
+    """Return the JSON object of a record. Raises DataError if the record is not a JSON object."""
     text = decode(record)
     try:
         if isinstance(value := json.loads(text), dict):

@@ -24,7 +24,7 @@ class TokenStream(Dataset):
 
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
-    lengths: np.ndarray | None = None  # targets of each sample; None: all samples have seq_len
+    lengths: np.ndarray | None = None  # number of targets of each sample; None: always seq_len
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder = Path(folder)
@@ -121,8 +121,8 @@ class ConversationSet(TokenStream):
             file = self.folder / self._part["answers"]["file"]
             self._answers = np.memmap(file, ANSWER_DTYPE, mode="r").reshape(-1, 3)
         begin, answer, end = self._answers.T
-        sound = (begin >= 0) & (begin < answer) & (answer < end) & (end <= self.n_tokens)
-        if not sound.all():
+        valid = (begin >= 0) & (begin < answer) & (answer < end) & (end <= self.n_tokens)
+        if not valid.all():
             raise DataError(f"{folder}: damaged answers in {split}; prepare the data again")
         # Row i has the answers _first[i] : _end[i], all of which fit into seq_len targets.
         fitting = np.flatnonzero(end - begin <= seq_len + 1)
@@ -130,7 +130,7 @@ class ConversationSet(TokenStream):
         self._first = fitting[rows]
         self._end = self._first + n_answers
         if not len(self):
-            reason = f"no answer of the {split} split is within {seq_len} tokens"
+            reason = f"no answer of the {split} split ends within {seq_len} tokens"
             raise NothingFitsError(f"{folder}: {reason}: use a longer --max_seq_len")
         self.lengths = end[self._end - 1] - begins - 1  # targets of each row
         # A row is cut if the next answer after the row belongs to the same conversation.
@@ -139,7 +139,7 @@ class ConversationSet(TokenStream):
 
     @property
     def summary(self) -> str:
-        """How many conversations are used, cut and left out, for the log."""
+        """A sentence for the log: how many conversations are used, cut and left out."""
         rows = f"{counted(len(self), CONVERSATIONS)} within {self.seq_len:,} tokens"
         return f"{rows}, {self.n_cut:,} of them cut after an answer; {self.n_left_out:,} left out"
 
@@ -176,8 +176,8 @@ class ConversationSet(TokenStream):
 def endless_batches(
     dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tokens, targets) forever, both (batch_size, max_seq_len), or padded by `collate`.
-    num_workers processes read ahead; 0 reads in this process."""
+    """Yield (tokens, targets) forever, both (batch_size, seq_len), or padded by `collate`.
+    num_workers processes read in advance. With 0, this process reads."""
     # The loader draws a seed. A draw from the global generator would change the dropout masks.
     loader = DataLoader(
         dataset,

@@ -37,7 +37,7 @@ class Document(NamedTuple):
     """A text, or a conversation up to the end of its last answer."""
 
     tokens: list[np.ndarray]  # one array per segmentation, with BOS and EOS
-    n_bytes: int  # UTF-8 bytes of the text, or of the answers of a conversation
+    n_bytes: int  # UTF-8 bytes of a text, or of the answers that count
     number: int  # hash that `ValidationSplit` uses
     answers: np.ndarray | None = None  # (answers, 2) for a conversation: see `ShardWriter.write`
 
@@ -47,7 +47,7 @@ class Encoded(NamedTuple):
 
     documents: list[Document]
     bad: list[str]  # one message per record that could not be read
-    raw_bytes: int
+    raw_bytes: int  # bytes of all records of the batch, before they are parsed
     rejected: int  # conversations with a "rejected" answer
 
 
@@ -59,7 +59,7 @@ def _loaded(path: str) -> Tokenizer:
 
 def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) -> Encoded:
     """Encode records of a kind with the tokenizer at `path`.
-    Each text is split into pieces in `segmentations` ways; all but the first are random."""
+    Each text is split into pieces in `segmentations` ways; all except the first are random."""
     tokenizer = _loaded(path)
     values, bad, rejected = [], [], 0
     for record in batch:
@@ -86,7 +86,7 @@ def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterat
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         raw = text.encode()
         number = hash_of(raw)
-        random = np.random.default_rng(number)  # the same text is always split alike
+        random = np.random.default_rng(number)  # the same text is always split the same way
         others = (split_at_random(ids, tokenizer, random) for _ in range(segmentations - 1))
         tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
         yield Document(tokens, len(raw), number)
@@ -107,7 +107,7 @@ def ways_to_split(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
 
 
 def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generator) -> list[int]:
-    """Return other ids for the same text: each round splits SPLIT_SHARE of the pieces in two."""
+    """Return other ids for the same text. Each round splits about SPLIT_SHARE of the pieces."""
     ways_of = ways_to_split(tokenizer)
     for _ in range(SPLIT_ROUNDS):
         found = []
@@ -120,11 +120,11 @@ def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generat
 
 def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
     ids, counts = encode_conversation(tokenizer, turns)
-    # Where answers start and end. `append=False` ends an answer that lasts to the last id.
+    # Start and end of each answer. `append=False` ends an answer that includes the last id.
     answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
     tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))
     n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
-    # The hash leaves out `has_weight`, so a conversation has the same hash in every form.
+    # The hash leaves out `has_weight`, so a conversation has the same hash in every format.
     said = json.dumps([turn[:2] for turn in turns]).encode()
     return Document([tokens], n_bytes, hash_of(said, digest_size=16), answers)
 
@@ -132,7 +132,7 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
     """Yield a function that takes records and a partial of `encode_batch`, and yields encoded
-    batches. Long texts use `workers` processes. Raises DataError if a process was killed."""
+    batches. Texts above BATCH_BYTES use `workers` processes. Raises DataError if one is killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # an earlier tokenizer may have had the same path
         yield lambda records, encode: map(encode, _batches(records))
@@ -154,7 +154,7 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
             yield window.popleft().result()
 
     try:
-        # Ignore Ctrl-C meanwhile: a new process inherits SIG_IGN before its initializer runs.
+        # Ignore Ctrl-C here, because a new process inherits SIG_IGN before its initializer runs.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for _ in range(workers):  # each call starts a process
             pool.submit(os.getpid)

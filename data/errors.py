@@ -4,8 +4,8 @@ from common.errors import UsageError
 
 
 class DataError(UsageError):
-    """The data cannot be used. The message names file, place, problem and remedy in one line."""
+    """The data cannot be used. The message says why in one line, and names the file if possible."""
 
 
 class NothingFitsError(DataError):
-    """No sample of the requested length can be made from a split."""
+    """A split has no sample of the requested length."""

@@ -1,8 +1,8 @@
-"""The order in which samples are read: a shuffle without a list, divided among processes.
+"""The order in which samples are read: a shuffle that stores no list, divided among processes.
 
 A position is the number of samples that all processes have consumed. The sample at a position
 depends only on the position and the seed. A resumed run therefore continues with the same samples,
-even if the number of processes has changed. Only the global batch must be the same.
+even if the number of processes has changed. Only the global batch must stay the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROUNDS = 6
+ROUNDS = 6  # of the Feistel network in `shuffled`
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Apply SplitMix64's finalizer (Steele et al., 2014). Each input bit affects every bit."""
+    """Apply SplitMix64's finalizer (Steele et al., 2014). An input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -53,7 +53,7 @@ class MicroBatchSampler:
     rank: int = 0
     world_size: int = 1
     seed: int = 0  # seed of all shuffles
-    start: int = 0  # samples that all processes together have consumed before
+    start: int = 0  # first position of the stream: samples that are already consumed
 
     def __iter__(self) -> Iterator[list[int]]:
         stride = self.world_size * self.batch_size
@@ -65,7 +65,7 @@ class MicroBatchSampler:
             block += BLOCK * stride
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions. Every n_samples positions are one epoch."""
+        """Return the samples at these positions. Each epoch has n_samples positions."""
 
         def of_epoch(epoch: int, within: np.ndarray) -> np.ndarray:
             return shuffled(within, self.n_samples, self.seed, epoch)
@@ -74,7 +74,7 @@ class MicroBatchSampler:
 
 
 def _in_periods(positions: np.ndarray, size: int, of_period: Callable) -> np.ndarray:
-    """Cut positions into periods of `size`. For each, call of_period(period, positions in it)."""
+    """For each period of `size` positions, call of_period(number, positions from its start)."""
     periods, within = np.divmod(positions, size)
     out = np.empty_like(positions)
     for number in np.unique(periods):
@@ -90,14 +90,14 @@ WINDOW = 32  # number of global batches whose samples are sorted by length toget
 class LengthSampler(MicroBatchSampler):
     """A stream whose global batches hold rows of similar length, to save padding.
     The shuffled samples are cut into windows. The samples of a window are sorted by length and cut
-    into global batches, which are shuffled. A global batch is the same for any world_size."""
+    into global batches, which are shuffled. A global batch does not depend on world_size."""
 
     lengths: np.ndarray  # length of each sample
     global_batch: int  # samples of one step, on all processes together
 
     def __post_init__(self):
-        # A window that spans two epochs may hold a sample twice. Sorting puts both side by side.
-        # A window of at most a quarter of an epoch seldom spans two epochs.
+        # A window that spans two epochs may hold a sample twice. Sorting often puts both into one
+        # batch. A window of at most a quarter of an epoch seldom spans two epochs.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 

@@ -25,11 +25,11 @@ from data.tokenizer import TOKENIZER_FILE, copy_tokenizer, open_tokenizer, token
 from data.tokenizer_training import train_tokenizer
 from data.validation_split import ValidationSplit
 
-SHARD_TOKENS = 100_000_000
+SHARD_TOKENS = 100_000_000  # a shard ends after the document that reaches this number
 SKIP_HINT = "scripts.prepare_data --skip_bad_lines skips and counts such documents"
-# A tokenizer trained on three times as much text saves only 1% of the tokens.
+# With a tokenizer trained on three times as much text, a text has only 1% fewer tokens.
 TOKENIZER_SAMPLE_BYTES = 4_000_000
-# Share of the built-in conversations for validation. It is large because their text is short.
+# Share of the built-in conversations for validation. It is large, because they hold little text.
 BUILTIN_VAL_FRACTION = 0.1
 
 
@@ -39,7 +39,7 @@ class TextDefaults(NamedTuple):
     below: float
     vocab_size: int
     val_fraction: float
-    section_bytes: int  # a longer .txt is cut into documents of this size
+    section_bytes: int  # a longer .txt is cut into documents of at most this size
     segmentations: int  # see `data.encoding`
 
 
@@ -55,7 +55,7 @@ BY_SIZE = (
 
 
 def defaults_for(files: Iterable[str]) -> TextDefaults:
-    """Return the settings for these files. A text that grows a little usually keeps them."""
+    """Return the settings for these files."""
     n_bytes = text_size(files)
     return next(defaults for defaults in BY_SIZE if n_bytes < defaults.below)
 
@@ -64,7 +64,7 @@ def defaults_for(files: Iterable[str]) -> TextDefaults:
 class PackingOptions:
     """Settings for text or conversations."""
 
-    vocab_size: int | None  # None: the size of the text sets an upper limit
+    vocab_size: int | None  # None: chosen by the size of the text, smaller for a short text
     val_fraction: float | None  # None: chosen by the size of the text
     workers: int
     skip_bad_lines: bool
@@ -97,8 +97,8 @@ def prepare(
 ) -> dict:
     """Write tokenizer, shards and description into the folder `out`; return the description.
     `progress` is called with the number of bytes just encoded. Raises DataError for problems of the
-    text, OSError for problems of the disk. An error leaves nothing behind."""
-    # Described before reading, so that a file which changes meanwhile counts as changed.
+    text, OSError for problems of the disk. After an error, no incomplete folder is left."""
+    # Describe files before reading them. A file that changes later then counts as changed.
     fingerprint = describe_sources(files, options)
     # The encoding processes start while the tokenizer is trained.
     with whole_folder(out) as folder, encoders(options.workers, text_size(files)) as encode_all:
@@ -124,7 +124,7 @@ def prepare(
         written = write(split)
         empty = split.share > 0 and not written["splits"]["val"]["documents"]
         if empty and split.least < split.greatest:
-            # No document has a hash below the share: hold out the one with the smallest hash.
+            # No document has a hash below the share: hold out the document with the smallest hash.
             for path in folder.glob("train-*.bin"):
                 path.unlink()
             written = write(ValidationSplit(math.nextafter(split.least, 1)))
@@ -148,7 +148,7 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
     """Describe files and settings. Equal descriptions lead to equal shards.
     Raises DataError if the tokenizer cannot be read, OSError if a file cannot be read."""
     if options.tokenizer is not None:
-        open_tokenizer(options.tokenizer)  # refuse a wrong file before any work
+        open_tokenizer(options.tokenizer)  # refuse a wrong file early
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     listing = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     return {

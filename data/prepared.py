@@ -1,4 +1,4 @@
-"""Folders of prepared data: their names, and when they are reused or replaced."""
+"""Folders of prepared data: their names, and whether they are reused or replaced."""
 
 import hashlib
 from contextlib import suppress
@@ -14,7 +14,7 @@ from data.tokenizer import tokenizer_hash
 
 def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
     """Return the folder for prepared data: out/data/ and the data's name without its suffix.
-    A hash of `flags` follows, unless they are empty. Conversations have "-chat" at the end."""
+    A hash of `flags` follows if there are flags. Conversations have "-chat" at the end."""
     name = Path(data).resolve().name if data != BUILTIN else BUILTIN
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
         name = name.removesuffix(suffix)
@@ -24,7 +24,7 @@ def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
 
 
 def conversations_out(conversations: str, tokenizer: Path) -> Path:
-    """Return the folder for conversations. Raises DataError if the tokenizer does not exist."""
+    """Return the folder for conversations encoded with `tokenizer`. Raises DataError without it."""
     if not tokenizer.is_file():
         raise DataError(f"{tokenizer}, the tokenizer of the model, is missing")
     words = [tokenizer_hash(tokenizer)]
@@ -37,8 +37,8 @@ def find_prepared(
     out: Path, files: list[str], options: PackingOptions, reuse: bool, overwrite: bool
 ) -> str | None:
     """Return a sentence if `out` already holds data of these files, None if it must be written.
-    `reuse` accepts the same text with other settings. `overwrite` allows other data to be replaced.
-    Raises UsageError if `out` must not be replaced, and errors as `describe_sources` does."""
+    `reuse` accepts other settings, and replaces data of the same path if the files have changed.
+    `overwrite` replaces other data. Raises UsageError if `out` must not be replaced."""
     source, stored = describe_sources(files, options), {}
     with suppress(DataError, OSError, KeyError):  # `out` is missing or damaged
         description = read_description(out)
@@ -55,5 +55,5 @@ def find_prepared(
     same_name = reuse and stored.get("source", source["source"]) == source["source"]
     if out.exists() and not (overwrite or same_name):
         made_of = stored.get("source", "an unknown source")
-        raise UsageError(f"{out} holds other data, of {made_of}: rename yours, or pass --overwrite")
+        raise UsageError(f"{out} holds other data, of {made_of}: pass another --out or --overwrite")
     return None

@@ -18,7 +18,7 @@ ANSWER_DTYPE = np.dtype("<i8")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return little-endian uint16 if every id fits, else uint32."""
+    """Return little-endian uint16 for up to 65,535 pieces, uint32 for more."""
     return np.dtype("<u2") if vocab_size <= 65_535 else np.dtype("<u4")
 
 
@@ -83,7 +83,7 @@ def read_description(folder: str | Path, kind: str = TEXT) -> dict:
         source, out = (folder, "") if folder.is_file() else ("FILE", f" --out {folder}")
         flag = "--data" if kind == TEXT else "--tokenizer out/runs/NAME --conversations"
         raise DataError(
-            f"{folder}: no prepared data here, {DESCRIPTION_FILE} is missing; make it with "
+            f"{folder}: no prepared data here, {DESCRIPTION_FILE} is missing; prepare it with "
             f"`python -m scripts.prepare_data {flag} {source}{out}`"
         )
     try:
@@ -97,7 +97,7 @@ def read_description(folder: str | Path, kind: str = TEXT) -> dict:
 
 
 def _check(folder: Path, description: dict) -> None:
-    """Raise an error if the format is unknown or a file has another size than described."""
+    """Raise an error if the format is unknown, or if a file's size differs from the description."""
     dtype = token_dtype(description["vocab_size"])
     known = description["format"] == FORMAT and description["kind"] in KINDS
     if not known or description["dtype"] != dtype.str:

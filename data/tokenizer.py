@@ -19,7 +19,7 @@ MARKERS_FILE = "tokenizer_config.json"  # names the pieces that begin and end a 
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_JSON, MARKERS_FILE)
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
 # Character → byte, as in GPT-2's `bytes_to_unicode`: byte-level BPE writes a visible byte as
-# itself, and every other byte as a character from 256 on.
+# itself, and every other byte as a character from U+0100 on.
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTE_ALPHABET = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
@@ -28,7 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Encode text with a SentencePiece model, and decode the ids to exactly the same text.
+    """Encode text with a SentencePiece model, and decode ids to text.
     Raises DataError if the file is not a model with the pieces <s> and </s>."""
 
     _space = SPACE_SYMBOL  # how pieces spell a space
@@ -68,8 +68,8 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_prompt(self, text: str) -> tuple[list[int], list[int]]:
-        """Return <s> and the ids of a text to continue, and the ids that may come next ([]: all). A
-        space at the end is not encoded: the next piece must begin with the space."""
+        """Return the ids of <s> and of a text to continue, and the ids that may come next ([]:
+        all). A space at the end is not encoded. The next piece must then begin with a space."""
         if text.endswith(" ") and self.ids_with_space:
             return [self.bos_id, *self.encode(text[:-1])], self.ids_with_space
         return [self.bos_id, *self.encode(text)], []
@@ -90,7 +90,7 @@ class Tokenizer:
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json with byte-level BPE, such as SmolLM2's and Llama 3's, beside a MARKERS_FILE.
+    """A tokenizer.json with byte-level BPE, as in SmolLM2 or Llama 3, next to a MARKERS_FILE.
     A marker's name in a text is encoded as text. Raises DataError for another kind of file."""
 
     _space = "\u0120"
@@ -116,7 +116,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may split a character."""
+        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may cut a character."""
         added = self._model.get_added_tokens_decoder()
         return {text: id for text, id in self._model.get_vocab().items() if id not in added}
 
@@ -171,11 +171,11 @@ def _file(path: str | Path) -> Path:
 
 
 def tokenizer_hash(path: str | Path) -> str:
-    """Return the SHA-256 of `tokenizer_files`."""
+    """Return the SHA-256 of the contents that `tokenizer_files` returns."""
     return hashlib.sha256(b"".join(tokenizer_files(path).values())).hexdigest()
 
 
 def copy_tokenizer(path: str | Path, folder: Path) -> None:
-    """Write `tokenizer_files` into a folder."""
+    """Copy the files of a tokenizer into a folder."""
     for name, content in tokenizer_files(path).items():
         (folder / name).write_bytes(content)

@@ -30,7 +30,7 @@ def train_tokenizer(
         raise DataError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
     size = vocab_size
     while isinstance(model := _train(texts, size), int):
-        size = model  # may be too large again, because now fewer characters get pieces
+        size = model  # may be too large again, because fewer characters then become pieces
         if size < LEAST_VOCABULARY:
             raise DataError("too little text to train a tokenizer on")
     if size < vocab_size and not may_shrink:
@@ -39,13 +39,13 @@ def train_tokenizer(
 
 
 def _train(texts: list[str], vocab_size: int) -> bytes | int:
-    """Return the model, or the largest vocabulary if the texts are too short for vocab_size."""
+    """Return the model, or the largest possible vocab_size if the texts are too short."""
     counts = Counter(chain.from_iterable(texts))
-    room = max(1, (vocab_size - RESERVED_PIECES) // 2)
-    rare = [char for char, _ in counts.most_common()[room:]]
-    # SentencePiece reserves NUL for itself.
-    in_bytes = str.maketrans(dict.fromkeys([*rare, "\0", SPACE_SYMBOL], "\n"))
-    lines = (line for text in texts for line in text.translate(in_bytes).splitlines(True))
+    n_chars = max(1, (vocab_size - RESERVED_PIECES) // 2)
+    rare = [char for char, _ in counts.most_common()[n_chars:]]
+    # Cut lines at characters that get no piece of their own. SentencePiece reserves NUL.
+    cuts = str.maketrans(dict.fromkeys([*rare, "\0", SPACE_SYMBOL], "\n"))
+    lines = (line for text in texts for line in text.translate(cuts).splitlines(True))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

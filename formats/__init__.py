@@ -1,1 +1,1 @@
-"""Read and write weights and tokenizers in the forms of this project and of others."""
+"""Read and write weights and tokenizers in the formats of this project and of other projects."""

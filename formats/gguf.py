@@ -21,11 +21,11 @@ from model.transformer import Transformer
 
 def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> None:
     """Add the parameters under their GGUF names. Norms stay f32; a tied matrix is added once.
-    Raises UsageError if the type cannot hold a value or rows of this length."""
+    Raises UsageError if the type `wanted` cannot hold a value or rows of this length."""
     config = model.config
     if config.rope_scaling:
         rope = config.head_dim, config.rope_theta
-        # (head_dim/2,): the factor by which each frequency is slower
+        # (head_dim/2,): unscaled frequency / scaled frequency
         slower = rotary_frequencies(*rope) / rotary_frequencies(*rope, config.rope_scaling)
         writer.add_tensor("rope_freqs.weight", slower.numpy())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.n_layers)
@@ -39,7 +39,7 @@ def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> Non
             rows = f"rows of {values.shape[-1]} numbers, q8_0 needs a multiple of 32"
             raise UsageError(f"{name} has {rows}: pass --type f16") from error
         if not np.isfinite(gguf.dequantize(stored, kind)).all():
-            raise UsageError(f"{name} does not fit into {wanted}: --type f32 keeps it exactly")
+            raise UsageError(f"{name} does not fit into {wanted}: pass --type f32")
         writer.add_tensor(name, stored, raw_dtype=kind)
 
 
@@ -62,7 +62,7 @@ def add_shape(writer: gguf.GGUFWriter, config: LMConfig) -> None:
 def add_vocabulary(
     writer: gguf.GGUFWriter, vocabulary: ModelProto, tokenizer: Tokenizer, size: int
 ) -> None:
-    """Add the pieces, then unused pieces until there are `size`, as many as the model has."""
+    """Add the pieces, then unused pieces up to `size`, the vocabulary size of the model."""
     pieces = vocabulary.pieces
     n_extra = size - len(pieces)
     writer.add_tokenizer_model("llama")  # GGUF's name for SentencePiece BPE

@@ -49,7 +49,7 @@ IN_LAYER = {
 
 
 def split_halves(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows of wq or wk, (heads · head_dim, dim), from our pairs to Hugging Face's."""
+    """Reorder rows of wq or wk, (heads · head_dim, dim), from our order to Hugging Face's."""
     rows = weight.unflatten(0, (heads, -1, 2))  # (heads, head_dim/2, 2, dim)
     return rows.transpose(1, 2).reshape_as(weight)
 
@@ -61,7 +61,7 @@ def join_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def rotated_heads(name: str, config: LMConfig) -> int | None:
-    """Return the number of heads if `name` is the name of a wq or wk, else None."""
+    """Return the number of heads of a wq or wk, and None for the names of other weights."""
     return {"wq": config.n_heads, "wk": config.n_kv_heads}.get(name.split(".")[-2])
 
 
@@ -82,7 +82,7 @@ def llama_name(name: str) -> str:
 
 
 def our_name(name: str, source: str) -> str:
-    """Return our name for Hugging Face's name. Raises WeightsError if Llama has no such weight."""
+    """Return our name for Hugging Face's `name`. Raises WeightsError for a name not in Llama."""
     layer = re.fullmatch(r"model\.layers\.(\d+)\..+\.weight", name)
     candidates = [*OUTER, *(f"layers.{layer[1]}.{inner}.weight" for inner in IN_LAYER if layer)]
     for ours in candidates:
@@ -92,12 +92,12 @@ def our_name(name: str, source: str) -> str:
 
 
 def is_learned(name: str) -> bool:
-    """Return False for tables of positions and masks, which some programs save with weights."""
+    """Return False for tables of positions and masks, which some programs save with the weights."""
     return name.endswith((".weight", ".bias"))
 
 
 def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
-    """Return Hugging Face's weight with its rows in our order. `name` is our name for it."""
+    """Return Hugging Face's weight with rows in our order. `name` is our name of the weight."""
     heads = rotated_heads(name, config)
     fits = heads and weight.shape[:1] == (heads * config.head_dim,)
     return join_halves(weight, heads) if fits else weight
@@ -113,7 +113,7 @@ SCALING = {
 
 
 def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict:
-    """Return config.json. transformers 4 and 5 read dtype and rotary settings from other keys."""
+    """Return config.json. transformers 4 and 5 use different keys for dtype and rotary settings."""
     rope = {"rope_type": "default"}
     if scaling := config.rope_scaling:
         rope = {theirs: getattr(scaling, ours) for ours, theirs in SCALING.items()}
@@ -224,13 +224,13 @@ def is_export(folder: Path) -> bool:
 def write_model(
     folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str, chat: bool
 ) -> None:
-    """Write weights, config.json and a model card. Raises UsageError if a weight overflows."""
+    """Write weights, settings and a model card. Raises UsageError if a weight overflows."""
     config = model.config
     kind = getattr(torch, dtype)
     weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}
     for key, weight in weights.items():
         if not weight.isfinite().all():
-            raise UsageError(f"{key} does not fit into {dtype}: --dtype float32 keeps it exactly")
+            raise UsageError(f"{key} does not fit into {dtype}: pass --dtype float32")
     save_tensors(folder / WEIGHTS_FILE, to_llama(config, weights))
     values = llama_config(config, dtype, tokenizer.bos_id, tokenizer.eos_id)
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
@@ -250,8 +250,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
     """Write tokenizer.json and its settings for transformers. `chat` adds the chat template.
     Raises DataError if no tokenizer.json can give equal ids."""
     if isinstance(tokenizer, JsonTokenizer):
-        own = Path(tokenizer.path).read_text(encoding="utf-8")
-        written = without_escapes(own) if chat else own
+        content = Path(tokenizer.path).read_text(encoding="utf-8")
+        written = without_escapes(content) if chat else content
         (folder / TOKENIZER_JSON).write_text(written, encoding="utf-8")
         markers = read_markers(tokenizer.path)
     else:
@@ -269,7 +269,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         "model_max_length": max_seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        # A "<s>" in a text is not a marker. In a conversation the template escapes it.
+        # A "<s>" in a text is not a marker. In a conversation, the chat template escapes it.
         "split_special_tokens": not chat,
     }
     if chat:

@@ -48,12 +48,12 @@ DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": 2048}
 def import_weights(
     source: Path, out: Path, *, tokenizer: Path | None = None, overwrite: bool = False, **settings
 ) -> str:
-    """Convert weights of another program to this project's form; return a summary for the user.
+    """Convert weights of another program to portable weights; return a summary for the user.
 
     Args:
-        tokenizer: file or folder of a tokenizer; None looks beside the weights.
+        tokenizer: file or folder of a tokenizer; None looks next to the weights.
         settings: `n_heads` and the keys of DEFAULTS, for a state dict; None means not given. For a
-            folder only max_seq_len can be given; config.json sets the others.
+            folder only max_seq_len can be given; config.json sets the other settings.
 
     Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced."""
     if not source.exists():
@@ -62,15 +62,15 @@ def import_weights(
     with new_folder(out, "import", is_import, overwrite) as folder:
         if source.is_dir():
             assumed = {}
-            if own := given.keys() - {"max_seq_len"}:
-                raise UsageError(f"{source / CONFIG_FILE} already sets --{min(own)}: leave it out")
+            if extra := given.keys() - {"max_seq_len"}:
+                raise UsageError(f"leave out --{min(extra)}: {source / CONFIG_FILE} sets it")
             config = build_config(read_llama_config(source).to_dict() | given, source)
             weights = read_llama_weights(source)
         else:
             weights, said = _state_dict(source)
             for name in said.keys() & given.keys() - {"max_seq_len"}:
                 if said[name] != given[name]:
-                    raise UsageError(f"--{name} {given[name]}: {source} says {said[name]}")
+                    raise UsageError(f"--{name} {given[name]}, but {source} says {said[name]}")
             given = said | given
             assumed = {name: DEFAULTS[name] for name in DEFAULTS if name not in given}
             config, weights = _read_file(source, weights, assumed | given)
@@ -80,9 +80,9 @@ def import_weights(
         path = tokenizer or tokenizer_in(source if source.is_dir() else source.parent)
         copied = "no tokenizer (to use text, pass --tokenizer FILE)"
         if tokenizer or path.exists():
-            copied = f"with {open_tokenizer(path).path}"
+            copied = f"tokenizer {open_tokenizer(path).path}"
             copy_tokenizer(path, folder)
-        markers = source / MARKERS_FILE  # has JINJA if the model was trained on conversations
+        markers = source / MARKERS_FILE  # has JINJA if scripts.export_hf wrote a chat model
         if markers.exists() and read_json(markers).get("chat_template") == JINJA:
             (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
     shown = (
@@ -93,7 +93,7 @@ def import_weights(
 
 
 def is_import(folder: Path) -> bool:
-    """Return True for a folder that holds portable weights and nothing else."""
+    """Return True for a folder of portable weights, perhaps with a tokenizer, and nothing else."""
     names = {path.name for path in folder.iterdir()}
     others = names - {CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
     return CONFIG_FILE in names and not others and "n_layers" in read_json(folder / CONFIG_FILE)
@@ -115,7 +115,7 @@ def _read_file(
 
 def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
     """Return the tensors of a file by names without PREFIX, and the settings in the file or in
-    Meta's params.json beside it. Raises WeightsError if they cannot be used."""
+    Meta's params.json next to the file. Raises WeightsError if a file cannot be used."""
     try:
         if path.suffix == ".safetensors":
             content = load_tensors(path)
@@ -127,11 +127,11 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
         raise WeightsError(f"{path}: not a state dict, or holds code, which is not run") from error
     beside = path.with_name("params.json")
     said = read_json(beside) if beside.exists() else {}
-    if isinstance(content.get("model"), dict):  # a checkpoint of training, as in llama2.c
+    if isinstance(content.get("model"), dict):  # a training checkpoint, as in llama2.c
         said |= content.get("model_args") or {}
         content = content["model"]
     if said.get("use_scaled_rope"):
-        raise WeightsError(f"{path}: use_scaled_rope: import the model's Hugging Face folder")
+        raise WeightsError(f"{path}: use_scaled_rope is set: import the Hugging Face folder")
     said = {name: said[name] for name in ("n_heads", *DEFAULTS) if name in said}
     if others := [name for name, value in content.items() if not isinstance(value, Tensor)]:
         raise WeightsError(f"{path}: not a state dict: {others[0]} is not a tensor")
@@ -139,16 +139,16 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
-    """Return the config of `settings` and shapes. Raises WeightsError if this is no Llama."""
+    """Return a config from shapes and `settings`. Raises WeightsError if this is no Llama."""
     in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
     needed = ["tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in in_block)]
     for name in needed:
         if name not in weights or weights[name].dim() != 2:
-            raise WeightsError(f"{name} is missing or not a matrix: not a Llama")
+            raise WeightsError(f"{path}: not a Llama: {name} is missing or not a matrix")
     embedding, wq, wk, w1 = (weights[name] for name in needed)
     n_heads = settings["n_heads"]
     if n_heads < 1 or wq.shape[0] % n_heads:
-        raise WeightsError(f"{n_heads} heads do not divide a width of {wq.shape[0]}")
+        raise WeightsError(f"--n_heads {n_heads} does not divide the {wq.shape[0]} rows of wq")
     head_dim = wq.shape[0] // n_heads
     output = weights.get("output.weight")
     config = {

@@ -1,6 +1,6 @@
 """Write and read LoRA adapters in the format of the package `peft`.
 
-In PEFT their base is a folder that scripts.export_hf wrote. For wq and wk the rows of B are
+In PEFT, the base model is a folder that scripts.export_hf wrote. For wq and wk, the rows of B are
 reordered like the rows of the weights in formats/hugging_face.py.
 """
 
@@ -25,18 +25,18 @@ from model.lora import LoRA
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # PEFT writes it before the names of weights
+PREFIX = "base_model.model."  # PEFT puts this prefix before the names of weights
 FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # ends of names: ours → PEFT's
 READABLE = {  # this model cannot compute adapters with other values
     "peft_type": ("LORA",),
     "fan_in_fan_out": (False,),
     "alpha_pattern": ({},),
-    "init_lora_weights": (True, False, "gaussian"),  # other values change the base
+    "init_lora_weights": (True, False, "gaussian"),  # other values change the base model
 }
 
 
 def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lora: LoRA) -> None:
-    """Write trained parameters: adapters, and whole matrices as "modules to save"."""
+    """Write the trained parameters: adapters, and whole matrices as PEFT's modules_to_save."""
     tensors, adapted, whole = {}, {}, {}  # the last two are ordered sets of module names
     for name, tensor in weights.items():
         layer, _, kind = name.rpartition(".")
@@ -66,8 +66,8 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
 
 def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], float]:
     """Return the trained weights by our names, and the scaling for `model.lora.Merged`.
-    Raises WeightsError if a file is missing or damaged, if the adapter does not fit a base of this
-    `config`, or if it is more than plain LoRA."""
+    Raises WeightsError if a file is missing or damaged, if the adapter does not fit a model of this
+    `config`, or if this project cannot compute this kind of adapter."""
     settings = read_json(folder / ADAPTER_CONFIG)
     for name, allowed in READABLE.items():
         if (value := settings.get(name)) is not None and value not in allowed:
@@ -76,7 +76,7 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
         rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
         scaling = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise WeightsError(f"{folder}: no r and lora_alpha of an adapter ({error!r})") from error
+        raise WeightsError(f"{folder}: r or lora_alpha missing or invalid ({error!r})") from error
     weights = _our_weights(load_tensors(folder / ADAPTER_WEIGHTS), str(folder))
     require_adapter(weights, config, rank, str(folder))
     for name, tensor in weights.items():
@@ -102,7 +102,7 @@ def _our_weights(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor
 
 
 def require_adapter(weights: dict[str, Tensor], config: LMConfig, rank: int, source: str) -> None:
-    """Raise WeightsError if a tensor has a wrong shape, or a lora_a has no lora_b or vice versa."""
+    """Raise WeightsError if a tensor has a wrong shape, or if lora_a or lora_b is missing."""
     shapes = {name: tuple(p.shape) for name, p in without_memory(config).named_parameters()}
     shapes.setdefault("output.weight", shapes["tok_embeddings.weight"])
     for name, tensor in sorted(weights.items()):

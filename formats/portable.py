@@ -91,7 +91,7 @@ def load_portable(folder: Path) -> Transformer:
 
 def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
     """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
-    require_fit(without_memory(config), weights, source)  # a damaged config may exceed memory
+    require_fit(without_memory(config), weights, source)  # before a damaged config fills memory
     model = Transformer(config)
     load_weights(model, weights, source)
     return model.eval()
@@ -113,7 +113,7 @@ def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str)
 
 def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
     """Raise WeightsError if names or shapes differ, or a weight is not finite floating point.
-    Weights without any adapter also fit a model with adapters."""
+    Weights that contain no adapter also fit a model with adapters."""
     parameters = dict(model.named_parameters())
     names = set(weights)
     if not any(map(is_adapter, names)):
@@ -128,7 +128,7 @@ def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) 
 
 
 def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], source: str) -> None:
-    """Raise WeightsError if a tensor has another shape or is not finite floating point."""
+    """Raise WeightsError if a tensor has another shape, or is not finite or not floating point."""
     if (given := tuple(tensor.shape)) != shape:
         raise WeightsError(f"{source}: {name} has shape {given}, the model needs {shape}")
     if not tensor.is_floating_point() or not tensor.isfinite().all():

@@ -1,12 +1,12 @@
 """Convert a SentencePiece BPE model to the tokenizer.json of the package `tokenizers`.
 
 SentencePiece repeatedly joins the two neighbours whose union has the best score, leftmost first.
-`tokenizers` joins the pair that comes first in its list of merges. The list made here is sorted by
-the score of the union, so the ids are equal. Several pairs may form the same piece, but only one of
-them occurs, because joins inside a stretch of text do not depend on the text around it.
+`tokenizers` joins the pair that comes first in its list of merges. `merges` sorts this list by the
+score of the union, so the ids are equal. Several pairs may form the same piece, but only one of
+them occurs, because joins inside a part of a text do not depend on the text around this part.
 
 SentencePiece writes a space as U+2581. In the tokenizer.json a space stays a space. A literal
-U+2581 then has no piece and is spelled in bytes, as in data.tokenizer.
+U+2581 then has no piece and is spelled in bytes, as in data/tokenizer.py.
 """
 
 import json
@@ -21,7 +21,7 @@ from data.errors import DataError
 from data.tokenizer import SPACE_SYMBOL, Tokenizer
 
 Kind = ModelProto.SentencePiece.Type
-# data.tokenizer encodes the parts between literal U+2581 one by one, so SentencePiece adds its
+# data/tokenizer.py encodes the parts between literal U+2581 one by one, so SentencePiece adds its
 # dummy prefix, a space, to each part. This pattern matches the start of each part.
 PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
 
@@ -29,9 +29,9 @@ PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
 def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
     """Convert a tokenizer. The result puts <s> before a text.
     With add_special_tokens=False and encode_special_tokens=True (transformers:
-    split_special_tokens) its ids and texts equal those of `tokenizer`, except for invalid UTF-8.
-    `chat` removes the escapes of `chat_template.JINJA` from a text. Raises DataError if the ids
-    could not be equal."""
+    split_special_tokens) it returns the same ids and texts as `tokenizer`, except for invalid
+    UTF-8. With `chat`, it removes the escapes of `chat_template.JINJA` from a text. Raises
+    DataError if the ids could differ."""
     model = read_exact(tokenizer)
     vocabulary = {written(piece): id for id, piece in enumerate(model.pieces)}
     scores = {written(p): p.score for p in model.pieces if p.type == Kind.NORMAL}
@@ -65,7 +65,7 @@ def without_escapes(tokenizer_json: str) -> str:
     """Return a tokenizer.json that also removes the escapes of `chat_template.JINJA`."""
     settings = json.loads(tokenizer_json)
     steps = [{"type": "Replace", "pattern": {"String": ESCAPE}, "content": ""}]
-    steps += [own] if (own := settings.get("normalizer")) else []
+    steps += [old] if (old := settings.get("normalizer")) else []
     settings["normalizer"] = {"type": "Sequence", "normalizers": steps}
     return json.dumps(settings, ensure_ascii=False)
 
@@ -82,7 +82,7 @@ def read_exact(tokenizer: Tokenizer) -> ModelProto:
         "is not BPE": trainer.model_type != trainer.BPE,
         "has no pieces for bytes": not trainer.byte_fallback,
         "changes characters": any(charsmaps),
-        "puts a space behind a text": trainer.treat_whitespace_as_suffix,
+        "puts a space after a text": trainer.treat_whitespace_as_suffix,
         "removes spaces": normalizer.remove_extra_whitespaces,
         "keeps spaces as they are": not normalizer.escape_whitespaces,
         "has user-defined or unused pieces": kinds & {Kind.USER_DEFINED, Kind.UNUSED},

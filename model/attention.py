@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key/value heads and rotary positions (D is head_dim)."""
+"""Causal self-attention: grouped key/value heads, rotary positions. In shapes, D is head_dim."""
 
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,8 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Compute softmax(q kᵀ / sqrt(D)) v, where each position sees itself and the past.
 
-    This is the definition. The fast paths below compute the same, except for rounding, without all
-    T × T scores in memory. q and the result are (B, T, H, D), k and v are (B, T, n_kv_heads, D)."""
+    The fast functions compute the same result, except for rounding, without all T × T scores in
+    memory. q and the result are (B, T, H, D), k and v are (B, T, n_kv_heads, D)."""
     seq_len = q.shape[1]
     group = q.shape[2] // k.shape[2]
     k, v = repeat_kv(k, group), repeat_kv(v, group)
@@ -39,14 +39,14 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute attention by the fastest path. On a CPU with dropout it is `plain_attention`."""
+    """Compute attention with the fastest function that this device and this dropout allow."""
     if q.device.type != "cpu":
         return fused_attention(q, k, v, dropout)
     return plain_attention(q, k, v, dropout) if dropout else row_block_attention(q, k, v)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute `plain_attention` by PyTorch's fused GPU kernels."""
+    """Compute the result of `plain_attention` with PyTorch's fused kernels."""
     if not takes_grouped_heads(q.dtype):
         group = q.shape[2] // k.shape[2]
         k, v = repeat_kv(k, group), repeat_kv(v, group)
@@ -59,9 +59,9 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
-    """Return whether the GPU kernels of this dtype accept fewer key/value heads than query heads.
+    """Return True if the GPU kernels for this dtype accept fewer key/value heads than query heads.
 
-    Only flash attention and cuDNN do. Both support bf16, but not fp32, nor fp16 on old GPUs: there
+    Only flash attention and cuDNN do. Neither supports fp32, nor fp16 on old GPUs. In these cases
     PyTorch would silently compute all T × T scores instead of using a fused kernel."""
     return dtype == torch.bfloat16
 
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         """Let every position attend to itself and the past: (B, T, dim) → (B, T, dim).
 
         pos_cis has the rotations of the positions, (T, D/2) or (B, T, D/2). `cache` holds the keys
-        and values of the past and stores those of x."""
+        and values of past tokens, and stores the keys and values of x."""
         q, k, v = self.project(x, pos_cis)
         if cache is None:
             out = self.attend(q, k, v, self.dropout if self.training else 0.0)

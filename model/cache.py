@@ -1,7 +1,7 @@
 """Key/value cache: keep the keys and values of past tokens, so that each token is computed once.
 
-Row i of a tensor belongs to sequence i, column t to its position t. Shorter prompts are padded on
-the right, and new tokens overwrite the padding.
+In a tensor, row i belongs to sequence i, and column t to position t of the sequence. Shorter
+prompts are padded on the right; new tokens overwrite the padding.
 """
 
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ from torch.nn import functional as F
 from model.attention import fused_attention
 from model.config import LMConfig
 
-STRETCH = 64  # free positions at first; room for a whole long context would take gigabytes
+STRETCH = 64  # positions allocated after the prompts; a whole context could take gigabytes
 
 
 class LayerCache:
-    """The keys and values of one block, (B, n_kv_heads, room, head_dim) each."""
+    """The keys and values of one block, each (B, n_kv_heads, allocated positions, head_dim)."""
 
     def __init__(self, cache: "Cache", keys: Tensor, values: Tensor):
         self.cache, self.keys, self.values = cache, keys, values
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, (B, T, n_kv_heads, head_dim), then attend to all stored positions. q and
-        the result are (B, T, H, head_dim). T is 1, except when the prompts are read."""
+        """Store k and v, (B, T, n_kv_heads, head_dim). Let each position attend to itself and the
+        past. q and the result are (B, T, H, head_dim). T is 1, except while prompts are read."""
         cache, keys, values = self.cache, self.keys, self.values
         if cache.longest == 0:  # the model reads the prompts
             keys[:, :, : k.shape[1]] = k.transpose(1, 2)
@@ -46,15 +46,15 @@ class LayerCache:
 
 class Cache:
     """The cache of all blocks. It grows with its sequences, up to max_seq_len positions. `lengths`
-    lists the tokens of each prompt. The model must read the prompts first."""
+    has the number of tokens of each prompt. The first forward pass must read the prompts."""
 
     def __init__(
         self, config: LMConfig, lengths: list[int], dtype: torch.dtype, device: torch.device
     ):
         self.device = device
         self.context = config.max_seq_len
-        self.room = min(max(lengths) + STRETCH, self.context)  # allocated positions per sequence
-        shape = (2, len(lengths), config.n_kv_heads, self.room, config.head_dim)
+        self.allocated = min(max(lengths) + STRETCH, self.context)  # positions per sequence
+        shape = (2, len(lengths), config.n_kv_heads, self.allocated, config.head_dim)
         self.layers = [
             LayerCache(self, *torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(config.n_layers)
@@ -66,20 +66,20 @@ class Cache:
         self.lengths = lengths
         self.longest = max(lengths)  # stored tokens of the longest sequence
         self.rows = torch.arange(len(lengths), device=self.device)
-        self.columns = torch.tensor(lengths, device=self.device)  # where each next token goes
+        self.columns = torch.tensor(lengths, device=self.device)  # column of each next token
         self.equal_lengths = min(lengths) == self.longest
-        # (B, 1, 1, stored positions), True where the next token attends; None if lengths are equal
+        # (B, 1, 1, positions), True where the next token attends; None if all lengths are equal
         self.mask: Tensor | None = None
 
     def begin(self, pos_cis: Tensor, seq_len: int) -> Tensor:
-        """Make room for the next tokens and return their rotations, (seq_len, head_dim/2), or (B,
-        1, head_dim/2) if the lengths differ. Raises ValueError if a sequence fills the context."""
+        """Allocate memory for the next tokens; return their rotations, (seq_len, head_dim/2), or
+        (B, 1, head_dim/2) if lengths differ. Raises ValueError if a sequence fills the context."""
         if self.longest == 0:
             return pos_cis[:seq_len]
-        if self.longest == self.room:
-            if self.room == self.context:
+        if self.longest == self.allocated:
+            if self.allocated == self.context:
                 raise ValueError(f"a sequence fills the context of {self.context} tokens")
-            self._make_room(min(2 * self.room, self.context))
+            self._allocate(min(2 * self.allocated, self.context))
         if self.equal_lengths:
             return pos_cis[self.longest : self.longest + 1]
         columns = torch.arange(self.longest + 1, device=self.device)
@@ -87,7 +87,7 @@ class Cache:
         return pos_cis[self.columns][:, None]
 
     def end(self, x: Tensor) -> Tensor:
-        """Count the new tokens as stored; return x of each sequence's last token, (B, dim)."""
+        """Count the new tokens as stored. Return x of the last token of each sequence, (B, dim)."""
         if self.longest == 0:
             self.longest = max(self.lengths)
             return x[self.rows, self.columns - 1]
@@ -108,24 +108,24 @@ class Cache:
     def append(self, other: "Cache") -> None:
         """Append the sequences of another cache as the last rows."""
         for cache in (self, other):
-            cache._make_room(max(self.room, other.room))
+            cache._allocate(max(self.allocated, other.allocated))
         for mine, new in zip(self.layers, other.layers, strict=True):
             mine.keys = torch.cat([mine.keys, new.keys])
             mine.values = torch.cat([mine.values, new.values])
         self._set_lengths(self.lengths + other.lengths)
 
-    def _make_room(self, room: int) -> None:
-        padding = (0, 0, 0, room - self.room)  # after the last position
+    def _allocate(self, positions: int) -> None:
+        padding = (0, 0, 0, positions - self.allocated)  # after the last position
         for layer in self.layers:
             layer.keys, layer.values = F.pad(layer.keys, padding), F.pad(layer.values, padding)
-        self.room = room
+        self.allocated = positions
 
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Switch cuDNN's attention off, because it makes a new plan for every new length.
+    """Switch cuDNN's attention off, because it prepares a new plan for every new length.
 
-    PyTorch prefers cuDNN in 16 bits on compute capability 9 and 10 (H100, H200, B200). PyTorch's
+    PyTorch prefers cuDNN for 16 bits on compute capability 9 and 10 (H100, H200, B200). PyTorch's
     `sdpa_kernel` would do the same, but takes several times as long at every token."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

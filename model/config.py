@@ -4,7 +4,7 @@ import sys
 from dataclasses import asdict, dataclass, field, fields
 
 HOW_IT_COMPUTES = ("dropout", "use_flash_attn")  # fields that may change after training
-LARGEST = 1 << 24  # upper limit of every size; a table with this many rows fits into memory
+LARGEST = 1 << 24  # upper limit of every integer field, larger than in any known model
 
 
 class ConfigError(ValueError):
@@ -13,7 +13,7 @@ class ConfigError(ValueError):
 
 def setting(default, help_text: str, must=None, **metadata):
     """Return a dataclass field that becomes a flag with this help text, unless flag=False is given.
-    `must` says which values the flag accepts."""
+    `must` is None, or (description of the allowed values, function that checks a value)."""
     return field(default=default, metadata={"help": help_text, "must": must, **metadata})
 
 
@@ -34,21 +34,21 @@ class RopeScaling:
 
 @dataclass
 class LMConfig:
-    """Shape of a Llama-style decoder.
+    """Settings of a Llama-style decoder.
 
     If `hidden_dim` is None, it becomes 2/3 of 4·dim, rounded up to `multiple_of`, as in Llama's
     release. If `head_dim` is None, it becomes dim / n_heads.
 
-    Raises ConfigError if a value is out of range, if dim is not divisible by n_heads, or if n_heads
-    is not divisible by n_kv_heads."""
+    Raises ConfigError if a value is out of range, if n_heads is not divisible by n_kv_heads, or if
+    dim is not divisible by n_heads and head_dim is None."""
 
     dim: int = setting(512, "width of the residual stream")
     n_layers: int = setting(8, "transformer blocks")
     n_heads: int = setting(8, "query heads; must divide dim, unless head_dim is given")
     n_kv_heads: int = setting(2, "key/value heads, shared by query heads (grouped-query attention)")
     vocab_size: int = setting(6400, "pieces in the vocabulary", flag=False)  # the data decides
-    head_dim: int | None = setting(None, "channels of a head, even (default: dim / n_heads)")
-    hidden_dim: int | None = setting(None, "inner width of the feed-forward (default: from dim)")
+    head_dim: int | None = setting(None, "channels per head, must be even (default: dim / n_heads)")
+    hidden_dim: int | None = setting(None, "inner feed-forward width (default: computed from dim)")
     multiple_of: int = setting(64, "a computed hidden_dim is rounded up to a multiple of this")
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
     rope_theta: float = setting(1e6, "base of the rotary frequencies")
@@ -56,7 +56,7 @@ class LMConfig:
         None, "Llama 3's scaling of rotary frequencies", flag=False
     )
     max_seq_len: int = setting(512, "tokens per training sequence, and the context length")
-    dropout: float = setting(0.0, "dropout after embedding, attention and feed-forward")
+    dropout: float = setting(0.0, "dropout on embeddings, attention weights and sublayer outputs")
     tie_embeddings: bool = setting(True, "share the matrix of input embedding and output layer")
     use_flash_attn: bool = setting(
         True,
@@ -70,11 +70,11 @@ class LMConfig:
         if self.head_dim is None:
             if self.dim % self.n_heads:
                 sizes = f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
-                raise ConfigError(f"{sizes}: change either, or give head_dim")
+                raise ConfigError(f"{sizes}: change one of them, or set head_dim")
             self.head_dim = self.dim // self.n_heads
         if self.n_heads % self.n_kv_heads:
             sizes = f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
-            raise ConfigError(f"{sizes}: change either")
+            raise ConfigError(f"{sizes}: change one of them")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd: change dim, n_heads or head_dim")
         if self.hidden_dim is None:
@@ -89,7 +89,7 @@ class LMConfig:
             self.rope_scaling = RopeScaling(**self.rope_scaling)  # a dict, from a file
 
     def _check_type(self, name: str, kind: type) -> None:
-        """Raise ConfigError unless the field holds a size, a number or a bool as declared."""
+        """Raise ConfigError if the field's value has the wrong type or is no valid size."""
         value = getattr(self, name)
         if kind is int or (kind == int | None and value is not None):
             if type(value) is not int or not 0 < value <= LARGEST:
@@ -110,7 +110,7 @@ class LMConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "LMConfig":
-        """Return the config of a `to_dict`. Raises ConfigError if a field is unknown or invalid."""
+        """Build a config from fields by name. Raises ConfigError if one is unknown or invalid."""
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
             raise ConfigError(f"unknown model settings: {', '.join(sorted(unknown))}")

@@ -23,7 +23,7 @@ class LoRA:
     """Settings of a model's adapters."""
 
     dim: int  # the rank: the inner dimension of the product B A
-    alpha: float
+    alpha: float  # alpha / dim is the factor of the product B A
     module_name: str  # layers with this text in their names have adapters
     only_lora: bool  # True if all other parameters are frozen
 
@@ -67,7 +67,7 @@ def add_lora(
         raise ConfigError(f"lora_module_name {module_name!r} is in no layer's name: {names}, ...")
     if "output" in chosen and model.config.tie_embeddings:
         also = f"lora_module_name {module_name!r} selects the output layer too"
-        raise ConfigError(f"{also}, whose matrix is the embedding's: 'layers' selects all others")
+        raise ConfigError(f"{also}, which shares the embedding's matrix: pass 'layers' instead")
     lora = LoRA(dim, alpha, module_name, only_lora)
     if only_lora:
         model.requires_grad_(False)
@@ -91,12 +91,12 @@ def weight_of(layer: nn.Linear) -> Tensor:
 
 
 def merged_weights(weights: Mapping[str, Tensor], lora: LoRA | None) -> Mapping[str, Tensor]:
-    """Return the weights by name with all adapters added; unchanged if `lora` is None."""
+    """Return the weights by name with all adapters added, or as they are if `lora` is None."""
     return Merged(weights, lora.scaling) if lora else weights
 
 
 class Merged(Mapping):
-    """Weights by name with their adapters added. Each sum is computed when it is read."""
+    """Weights by name with their adapters added. A sum is computed each time it is read."""
 
     def __init__(self, weights: Mapping[str, Tensor], scaling: float):
         self._weights, self._scaling = weights, scaling

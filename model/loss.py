@@ -15,10 +15,10 @@ CHUNK_LOGITS = 1 << 25  # 400 MB at 12 bytes
 
 
 class TokenLoss(nn.Module):
-    """Cross-entropy in fp32. It is a module so that it can be compiled on its own."""
+    """Cross-entropy in fp32. It is a module, so that it can be compiled separately."""
 
     def forward(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the loss of logits (B, T, vocab_size): the mean, or each target's loss, (B, T)."""
+        """Return the mean loss of logits (B, T, vocab_size), or for "none" each loss, (B, T)."""
         loss = F.cross_entropy(
             logits.flatten(0, 1).float(),  # (B · T, vocab_size)
             targets.flatten(),
@@ -33,4 +33,4 @@ def tokens_at_once(vocab_size: int, tokens: int) -> int:
     if vocab_size <= LARGE_VOCABULARY:
         return tokens
     chunks = -(-tokens * vocab_size // CHUNK_LOGITS)  # rounded up
-    return -(-tokens // chunks)  # equal chunks; only the last may be smaller
+    return -(-tokens // chunks)  # chunks of equal size; only the last may be smaller

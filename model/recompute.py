@@ -1,6 +1,6 @@
-"""Gradient checkpointing: backward computes a block again, so forward need not keep its tensors.
+"""Gradient checkpointing: forward does not keep the tensors of a block, backward recomputes them.
 
-Memory holds only the input of each block between forward and backward. In return, forward is
+Between forward and backward, memory holds only the input of each block. In return, forward is
 computed twice. Source: Chen et al., https://arxiv.org/abs/1604.06174.
 """
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from model import cpu_attention  # noqa: F401  this import registers row_block_attention
 
 RECOMPUTE = ("off", "blocks", "selective")
-# The operations that compute fast attention: one on a CPU, and three of PyTorch on a GPU.
+# The operations that compute fast attention: one on a CPU, three of PyTorch's on a GPU.
 ATTENTION = [
     torch.ops.small_lm.row_block_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,

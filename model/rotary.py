@@ -22,14 +22,14 @@ def precompute_pos_cis(
     of the frequencies."""
     if dim <= 0 or dim % 2:
         raise ValueError(f"dim must be even and positive, not {dim}")
-    # Cast afterwards: under deepspeed.zero.Init, torch.arange(…, dtype=float32) returns bf16.
+    # Cast in a second step: under deepspeed.zero.Init, torch.arange(…, dtype=float32) returns bf16.
     positions = torch.arange(end).to(torch.float32)
     angles = torch.outer(positions, rotary_frequencies(dim, theta, scaling))  # (end, dim/2)
     return torch.complex(angles.cos(), angles.sin())
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Return the radians per position of each pair of channels, fp32 of shape (dim/2,).
+    """Return the frequency of each pair of channels in radians per position, fp32 (dim/2,).
 
     Llama 3.1's scaling depends on how many turns a pair makes within the original context. Pairs
     with many turns keep their frequency. Pairs with few turns become `factor` times slower. For
@@ -55,11 +55,11 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
             head_dim/2) if the sequences are at different positions.
 
     Returns:
-        The rotated xq and xk in their own shapes and dtypes, computed in fp32.
+        The rotated xq and xk with unchanged shapes and dtypes, computed in fp32.
 
     Raises ValueError if pos_cis is not complex, or its shape does not fit xq."""
     if not pos_cis.is_complex():
-        raise ValueError(f"pos_cis must be complex: as {pos_cis.dtype} it has no imaginary part")
+        raise ValueError(f"pos_cis must be complex, not {pos_cis.dtype}: it must not be cast")
     if pos_cis.shape[-2:] != (xq.shape[1], xq.shape[-1] // 2):
         raise ValueError(f"pos_cis {tuple(pos_cis.shape)} does not fit queries {tuple(xq.shape)}")
     # Real arithmetic, because torch.compile cannot fuse complex products.

@@ -20,7 +20,7 @@ from model.rotary import precompute_pos_cis
 
 
 class TransformerOutput(NamedTuple):
-    logits: Tensor | None  # (B, T, vocab_size); None if targets were given
+    logits: Tensor | None  # (B, T, vocab_size), with a cache (B, vocab_size); None with targets
     loss: Tensor | None  # fp32; None if no targets were given
     hits: Tensor | None = None  # (B, T), True where the target was the likeliest token
 
@@ -83,9 +83,9 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
 
-    Its parameters have the names of Llama's own release. The model does not know how it is trained.
-    The exceptions: on the meta device no value is computed, `forward` follows autocast, blocks have
-    `recompute`, `add_lora` sets `lora`, and `_init_weights` allows deepspeed.zero.Init."""
+    Its parameters have the names of Llama's own release. The code does not depend on how the model
+    is trained, except: on the meta device no value is computed, `forward` follows autocast, blocks
+    have `recompute`, `add_lora` sets `lora`, and `_init_weights` allows deepspeed.zero.Init."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
 
@@ -137,7 +137,7 @@ class Transformer(nn.Module):
         if self.config.dropout:
             x = F.dropout(x, self.config.dropout, self.training)
         if torch.is_autocast_enabled(x.device.type):
-            # Keep the residual stream in 16 bits, as DeepSpeed does: half the memory traffic.
+            # Keep the residual stream in 16 bits, as DeepSpeed does, to halve the memory traffic.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         pos_cis = cache.begin(self.pos_cis, seq_len) if cache else self.pos_cis[:seq_len]
         caches = cache.layers if cache else repeat(None)
@@ -177,7 +177,7 @@ class Transformer(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, seq_len: float) -> float:
-        """Return the model FLOPs of forward and backward for one token of a sequence of seq_len.
+        """Return the model FLOPs per token of forward and backward for sequences of seq_len tokens.
 
         They are 6 per trained parameter, plus 4 per frozen parameter, plus for attention
         12·n_layers·n_heads·head_dim·seq_len, as if every position saw all others. An untied input
@@ -191,17 +191,17 @@ class Transformer(nn.Module):
         return products + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the weights of a layer from a normal distribution with deviation 0.02.
+        """Draw a layer's weights from a normal distribution with standard deviation 0.02.
 
-        For layers that write into the residual stream the deviation is 0.02 / sqrt(2·n_layers), as
-        in GPT-2, because 2·n_layers outputs add up there. Under `deepspeed.zero.Init`, `apply`
+        Layers that write into the residual stream have 0.02 / sqrt(2·n_layers), as in GPT-2,
+        because their 2·n_layers outputs are added up. Under `deepspeed.zero.Init`, `apply`
         gathers the whole weight before this call."""
         if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
             std = 0.02
             if getattr(module, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
-            # Under deepspeed.zero.Init, torch.empty returns 16 bits on the GPU. The same seed then
-            # gives other random numbers.
+            # Under deepspeed.zero.Init, torch.empty returns a 16-bit tensor on the GPU. The same
+            # seed then gives other weights.
             drawn = torch.empty(module.weight.shape).normal_(mean=0.0, std=std)
             module.weight.data.copy_(drawn)
 
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
         pos_cis = self._buffers.pop("pos_cis")
         super()._apply(fn, recurse)
         device = fn(torch.zeros(0, device=pos_cis.device)).device
-        if pos_cis.is_meta and device.type != "meta":  # to_empty() leaves the meta device
+        if pos_cis.is_meta and device.type != "meta":  # to_empty() moved the model away from meta
             pos_cis = self._pos_cis()
         self.register_buffer("pos_cis", pos_cis.to(device), persistent=False)
         return self

@@ -88,7 +88,7 @@ WRONG = {
     ),
     "ShareGPT that begins with an answer": (
         {"conversations": FROM_VALUE[2:]},
-        "turn 1 has the role 'assistant', expected is system or user",
+        "turn 1 has the role 'assistant' instead of system or user",
     ),
     "a tool": (messages("user", "tool"), "calls of tools are not supported"),
     "ShareGPT's tool": (
@@ -99,9 +99,9 @@ WRONG = {
         {"messages": [DICTS[1], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
         "calls of tools are not supported",
     ),
-    "an unknown role": (messages("user", "robot"), "turn 2 has the role 'robot', expected is"),
+    "an unknown role": (messages("user", "robot"), "turn 2 has the role 'robot' instead of"),
     "a role that is a list": ({"messages": [{"role": [], "content": ""}]}, "expected a list of"),
-    "a system later": (messages("user", "system"), "turn 2 has the role 'system', expected is"),
+    "a system later": (messages("user", "system"), "turn 2 has the role 'system' instead of"),
     "a weight of a half": ({"messages": [DICTS[0] | {"weight": 0.5}]}, '"weight": 0 or 1'),
     "no answer that counts": (
         {"messages": [*DICTS[:2], DICTS[2] | {"weight": 0}]},

@@ -122,10 +122,10 @@ BAD = {
     "an array on one line": (b'[{"text": "a"}]', "one object per line (this line is a list)"),
     "deep nesting": (b"[" * 100_000, "not JSON"),
     "an enormous number": (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON"),
-    "no text": (b'{"content": "a"}', 'no "text" with a valid string in it, but None'),
+    "no text": (b'{"content": "a"}', '"text" must be a valid string, not None'),
     "text is a list": (b'{"text": ["a"]}', '"text"'),
     "invalid UTF-8": (b'{"text": "a\xff"}', "not valid UTF-8"),
-    "lone surrogate": (b'{"text": "a\\ud800b"}', "valid string in it, but 'a\\ud800b'"),
+    "lone surrogate": (b'{"text": "a\\ud800b"}', "must be a valid string, not 'a\\ud800b'"),
     "null": ({"text": ["good", None, "good"]}, "has no text"),
     "no UTF-8 in a table": ({"text": [b"good", b"x\xff", b"good"]}, "not valid UTF-8"),
     "too few fields": ([["id", "text"], [1, "good"], [2], [3, "good"]], "too few fields"),
@@ -151,7 +151,7 @@ def test_bytes_that_are_not_utf8_are_reported_with_their_position(tmp_path):
     last = records(path)[-1].position
     said = one_line(path)
     assert f"{path}, byte {last}: not valid UTF-8" in said
-    assert f"{len(sections) - last} bytes after the start" in said
+    assert f"(after {len(sections) - last} valid bytes)" in said
     assert "iconv -f gb18030" in said
 
 

@@ -29,7 +29,7 @@ def test_auto_finds_the_newest_run_of_the_requested_program(run, tmp_path):
     (tmp_path / "runs" / "file").touch()
     assert find_run("auto", tmp_path / "runs") == run
     assert find_run("auto", tmp_path / "runs", program="train_sft_accelerate.py") == older.path
-    with pytest.raises(UsageError, match=r"no run in .* yet: start one, bash run_accelerate.sh"):
+    with pytest.raises(UsageError, match=r"no run in .* yet: start one with bash run_"):
         find_run("auto", tmp_path / "none")
 
 

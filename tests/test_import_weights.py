@@ -184,7 +184,7 @@ def test_only_an_older_import_is_replaced_and_only_with_overwrite(llama, tmp_pat
     (out / "notes.txt").touch()
     assert "is no import" in refusal(import_weights, llama, out, "--overwrite")
     line = refusal(import_weights, llama, tmp_path / "b", "--n_heads", "3")
-    assert "config.json already sets --n_heads: leave it out" in line
+    assert "leave out --n_heads: " in line
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -208,11 +208,11 @@ def test_settings_in_the_file_or_params_json_are_used_and_flags_that_differ_are_
     config = load_portable(tmp_path / "out").config
     assert (config.n_heads, config.norm_eps, config.rope_theta) == (6, 1e-6, 500000.0)
     refused = refusal(import_weights, tmp_path / "m.pth", tmp_path / "other", "--n_heads", "3")
-    assert "--n_heads 3: " in refused
+    assert "--n_heads 3, but " in refused
     assert "m.pth says 6" in refused
     (tmp_path / "params.json").write_text('{"use_scaled_rope": true}')
     refused = refusal(import_weights, tmp_path / "m.pth", tmp_path / "other")
-    assert "use_scaled_rope: import the model's Hugging Face folder" in refused
+    assert "use_scaled_rope is set: import the Hugging Face folder" in refused
 
 
 def test_a_state_dict_with_transformers_names_gives_equal_logits(llama, tmp_path):
@@ -242,7 +242,7 @@ class Malicious:
     ("change", "flags", "says"),
     [
         (lambda s: s, "", "pass --n_heads"),
-        (lambda s: s, "--n_heads 7", "7 heads do not divide a width of 48"),
+        (lambda s: s, "--n_heads 7", "--n_heads 7 does not divide the 48 rows of wq"),
         (lambda s: s | {"norm.weight": torch.ones(48).int()}, "--n_heads 6", "weight contains"),
         (lambda s: {"fc.weight": torch.ones(2, 2)}, "--n_heads 6", "tok_embeddings.weight is mis"),
         (lambda s: {"step": 2}, "--n_heads 6", "not a state dict: step is not a tensor"),

@@ -157,7 +157,7 @@ def with_settings(folder: Path, **settings) -> None:
     ("settings", "message"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        ({"lora_alpha": "much"}, "no r and lora_alpha"),
+        ({"lora_alpha": "much"}, "r or lora_alpha missing"),
         ({"r": 5}, r"wk.lora_a has shape \(4, 32\), the model needs \(5, 32\)"),
     ],
 )

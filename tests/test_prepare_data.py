@@ -146,7 +146,7 @@ def test_reuse_accepts_data_of_the_same_text_and_refuses_data_of_another_text(wo
     shutil.copy("sums.jsonl", "sums.txt")
     for data in ("other/sums.jsonl", "sums.txt"):  # run_accelerate.sh passes --reuse
         said = refused(capfd, "--data", data, "--reuse")
-        assert f"holds other data, of {workplace}/sums.jsonl: rename yours, or" in said
+        assert f"holds other data, of {workplace}/sums.jsonl: pass another --out" in said
     assert contents("out") == before
     write_corpus(Path("sums.jsonl"), 70)
     main([*SMALL, "--data", "sums.jsonl", "--reuse"])  # the text has changed
@@ -204,7 +204,7 @@ REFUSED = {
     "--data gbk.txt": "iconv",
     "--data short.txt --vocab_size 300": "too little text",
     "--data a.csv": "a.csv: no column 'text' (--text_column); it has 'id', 'body'",
-    f"{SUMS} --text_column body": 'sums.jsonl, line 1: no "body"',
+    f"{SUMS} --text_column body": 'sums.jsonl, line 1: "body" must be',
     "--data short.txt --text_column body": "short.txt has no columns: leave out --text_column",
     f"{SUMS} --vocab_size 0": "vocab_size 0",
     f"{SUMS} --val_fraction 1": "--val_fraction",

@@ -121,7 +121,7 @@ REFUSED = {
     "is not BPE": set_field(TRAINER, "model_type", 1),
     "has no pieces for bytes": set_field(TRAINER, "byte_fallback", False),
     "changes characters": set_field(NORMALIZER, "precompiled_charsmap", b"1234"),
-    "puts a space behind a text": set_field(TRAINER, "treat_whitespace_as_suffix", True),
+    "puts a space after a text": set_field(TRAINER, "treat_whitespace_as_suffix", True),
     "removes spaces": set_field(NORMALIZER, "remove_extra_whitespaces", True),
     "user-defined or unused pieces": set_piece(300, "type", KINDS.USER_DEFINED),
     "the same score": set_piece(260, "score", -0.0),

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through the DevTools protocol over a pipe, without a package."""
+"""Control a headless Chromium by the DevTools protocol over a pipe, without an extra package."""
 
 import json
 import os
@@ -8,17 +8,17 @@ import subprocess
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SILENCE_SECONDS = 600  # after which the browser is taken to hang
+SILENCE_SECONDS = 600  # a browser that sends nothing for this long counts as hung
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
 
 
 def find_browser() -> str | None:
-    """Return the variable CHROMIUM, or the path of the first of NAMES that is installed."""
+    """Return the path in the variable CHROMIUM, or of the first installed of NAMES, or None."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One page of one browser process; `problems` holds the errors of its console.
+    """One page in a browser process. `problems` holds the errors of the page's console.
 
     Args:
         executable: the path of Chromium.
@@ -52,7 +52,7 @@ class Browser:
         os.close(self._in)
 
     def call(self, method: str, **params) -> dict:
-        """Send a command of the protocol; return its result."""
+        """Send a command of the protocol; return the result."""
         self._last_id += 1
         message = {"id": self._last_id, "method": method, "params": params}
         if self._session:
@@ -65,7 +65,7 @@ class Browser:
         return answer["result"]
 
     def open(self, page: Path | str, width: int, dark: bool = False) -> None:
-        """Load a file or a URL at this width in CSS pixels."""
+        """Load a file or a URL in a window of this width in CSS pixels; wait until it is loaded."""
         scheme = "dark" if dark else "light"
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
@@ -77,7 +77,7 @@ class Browser:
             self._note(event)
 
     def run(self, expression: str):
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
@@ -91,10 +91,10 @@ class Browser:
         while b"\0" not in self._received:
             if not select.select([self._in], [], [], SILENCE_SECONDS)[0]:
                 self._process.kill()
-                raise RuntimeError(f"the browser has said nothing for {SILENCE_SECONDS} seconds")
+                raise RuntimeError(f"the browser has sent nothing for {SILENCE_SECONDS} seconds")
             chunk = os.read(self._in, 1 << 16)
             if not chunk:
-                raise RuntimeError(f"the browser has ended with {self._process.wait()}")
+                raise RuntimeError(f"the browser has ended with exit code {self._process.wait()}")
             self._received += chunk
         message, _, self._received = self._received.partition(b"\0")
         return json.loads(message)

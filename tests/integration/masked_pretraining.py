@@ -1,5 +1,5 @@
-"""train_pretrain_accelerate.py on data with many ignored targets: half of the sequences have only
-ignored targets, the others a different number of targets each. Started by test_equivalence.py."""
+"""Run train_pretrain_accelerate.py on data with many ignored targets. In half of the sequences all
+targets are ignored; in the others a varying number counts. test_equivalence.py starts this file."""
 
 import train_pretrain_accelerate
 from data.dataset import PackedDataset
@@ -18,7 +18,7 @@ class MaskedDataset(PackedDataset):
 
 
 if __name__ == "__main__":
-    # Chunks of 100 tokens with 400 logits each, as with a large vocabulary.
+    # Compute the loss in chunks of 100 tokens with 400 logits each, as for a large vocabulary.
     loss.LARGE_VOCABULARY, loss.CHUNK_LOGITS = 0, 100 * 400
     TrainingArguments.dataset = MaskedDataset
     train_pretrain_accelerate.main()

@@ -17,7 +17,7 @@ SCRIPT = "train_pretrain_accelerate.py"
 
 @pytest.fixture
 def refused(packed, tmp_path):
-    """Starts a script without a launcher, with flags that it refuses; returns its error line."""
+    """Starts a script without a launcher, with flags that it refuses; returns the error line."""
 
     def refused(flags: str, data: Path = packed, script: str = SCRIPT, **environ: str) -> str:
         command = [sys.executable, script, *TINY, "--data", str(data), "--out_dir"]
@@ -43,7 +43,7 @@ DS = {"ACCELERATE_USE_DEEPSPEED": "true"}
         ("--dtype bfloat16", "--mixed_precision fp16", {"ACCELERATE_MIXED_PRECISION": "fp16"}),
         (
             "",
-            "DeepSpeed without a launcher",  # RANK and the rest are missing
+            "DeepSpeed without a launcher",  # RANK and a launcher's other variables are missing
             DS | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json")},
         ),
     ],

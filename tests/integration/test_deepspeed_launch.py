@@ -1,5 +1,5 @@
-"""DeepSpeed's launcher, torchrun, or no launcher starts DeepSpeed from our files and from files of
-other projects, with the losses of `accelerate launch`."""
+"""Start DeepSpeed by its launcher, by torchrun, or without a launcher, with our files and files of
+other projects. The launchers give the same losses as `accelerate launch`."""
 
 import json
 import re
@@ -19,7 +19,7 @@ FIXTURES = REPOSITORY / "tests" / "fixtures" / "deepspeed"
 
 @pytest.fixture(scope="module")
 def accelerate(packed, tmp_path_factory) -> dict[str, Trained]:
-    """Runs of two processes by `accelerate launch`, by engine."""
+    """Maps an engine to its run on two processes, which `accelerate launch` has started."""
     folder = tmp_path_factory.mktemp("accelerate")
     engines = {"ddp": "ddp", "zero2": "zero2", "zero3": "configs/zero3.yaml"}
     return {
@@ -35,7 +35,7 @@ DEEPSPEED += ["--include", "localhost:64,65"]
 
 @pytest.fixture
 def deepspeed(tmp_path, packed):
-    """Trains on two processes by DeepSpeed's launcher; `flags` are flags of the script."""
+    """Trains on two processes with DeepSpeed's launcher; `flags` are flags of the script."""
 
     def deepspeed(*flags: str) -> Trained:
         hostfile = tmp_path / "hostfile"
@@ -80,13 +80,13 @@ def test_torchrun_starts_deepspeed_with_the_losses_of_accelerate_launch(
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"),  # the first has a scheduler with "auto"
+    ("name", "stage"),  # the first file has a scheduler with "auto"
     [("accelerate_zero2_student", 2), ("hugging_face_zero3", 3)],
 )
 def test_a_template_of_another_project_gives_the_losses_of_our_file(
     accelerate, deepspeed, tmp_path, name, stage
 ):
-    """Of the template for stage 3, the scheduler contradicts FLAGS and is removed."""
+    """The test removes the scheduler of the template for stage 3, because it contradicts FLAGS."""
     config = json.loads((FIXTURES / f"{name}.json").read_text(encoding="utf-8"))
     if stage == 3:
         del config["scheduler"]
@@ -101,7 +101,7 @@ def test_a_template_of_another_project_gives_the_losses_of_our_file(
 
 
 def test_the_debuggers_launch_json_trains_one_deepspeed_process(packed, tmp_path):
-    """The program and arguments of launch.json in docs/engines.md, run without a debugger."""
+    """Run the program and the arguments of launch.json in docs/engines.md without a debugger."""
     page = (REPOSITORY / "docs/engines.md").read_text(encoding="utf-8")
     launch = json.loads(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
     (configuration,) = launch["configurations"]

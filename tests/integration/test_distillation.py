@@ -1,4 +1,4 @@
-"""train_distillation_accelerate.py: every engine gives the losses of a plain PyTorch loop, and a
+"""train_distillation_accelerate.py: several engines give the losses of a plain PyTorch loop, and a
 resumed run is equal to the bit."""
 
 import json
@@ -24,7 +24,7 @@ from training.optimizer import parameter_groups
 pytestmark = pytest.mark.slow
 
 DISTIL = "train_distillation_accelerate.py"
-SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}  # of TINY
+SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}  # as in TINY
 STEPS, BATCH, ALPHA, TEMPERATURE, RATE = 4, 8, 0.3, 2.0, 1e-2
 FLAGS = (
     f"--dtype float32 --lr_schedule constant --warmup_steps 0 --learning_rate {RATE} "
@@ -41,7 +41,7 @@ def save(folder: Path, model: Transformer, tokenizer: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def teacher(packed, tmp_path_factory) -> Path:
-    """Weights of a model that mostly predicts the current token again, as an untrained one does."""
+    """Weights of a model that mostly predicts the current token again."""
     model = opinionated(400, SHAPE["max_seq_len"])
     model.norm.weight.data.fill_(2.0)
     return save(tmp_path_factory.mktemp("teacher") / "weights", model, packed)
@@ -64,7 +64,7 @@ def by_hand(
     teacher: Transformer,
     kl: str = "forward",
 ) -> list[dict]:
-    """Return the rows of a run in one process, with whole models and undivided global batches."""
+    """Train by plain PyTorch in one process, with whole global batches; return the log rows."""
     torch.manual_seed(TrainingArguments.seed)
     student = Transformer(LMConfig(**SHAPE, vocab_size=data.vocab_size))
     groups = parameter_groups(student, TrainingArguments.weight_decay)
@@ -98,8 +98,8 @@ def by_hand(
     return rows
 
 
-# Ways to divide a global batch of 8: the student's engine, the teacher's DeepSpeed file,
-# --batch_size, --accumulation_steps, and what differs from a forward KL on text.
+# Each run has a global batch of 8. The values are the student's engine, the teacher's DeepSpeed
+# file, --batch_size, --accumulation_steps, and the difference to a run with forward KL on text.
 PAIRS = {
     "ZeRO-2 and ZeRO-3": ("zero2", "divided", 1, 4, ""),
     "ZeRO-2 and ZeRO-3, answers": ("zero2", "divided", 1, 4, "answers"),
@@ -112,11 +112,11 @@ IN_BF16 = "--dtype bfloat16 --dropout 0.1 --log_interval 4 --save_interval 3 --m
 
 @pytest.fixture(scope="module")
 def distil(packed, conversations, teacher, tmp_path_factory):
-    """Trains a pair of PAIRS on two processes, in a folder of its own by default."""
+    """Trains a pair of PAIRS on two processes, by default in a new folder."""
     folder = tmp_path_factory.mktemp("pairs")
     file = json.loads((REPOSITORY / "configs" / "zero3_inference.json").read_text())
     zero = file["zero_optimization"]
-    # With our file's limits ZeRO-3 would never release the weights of so small a teacher.
+    # With the limits in our file ZeRO-3 would never release the weights of such a small teacher.
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1000}
     (folder / "divided.json").write_text(json.dumps(file))
 
@@ -161,15 +161,15 @@ def test_losses_equal_those_of_a_plain_loop(distil, teacher, expected, name):
 
 
 def test_a_resumed_run_is_equal_to_the_bit(distil, tmp_path):
-    """With dropout, and resumed between two log lines."""
+    """The run has dropout, and it stops between two log lines."""
     pair = "ZeRO-2 and ZeRO-3"
     whole = distil(pair, tmp_path / "whole", IN_BF16)
     path = whole.stopped_after(3, tmp_path / "stopped")
     resumed = distil(pair, path, f"{IN_BF16} --resume {path}")
     timed = ("tokens_per_second", "step_seconds", "memory_gib")
     assert resumed.rows() == [
-        row | {key: own[key] for key in timed}
-        for row, own in zip(whole.rows(), resumed.rows(), strict=True)
+        row | {key: other[key] for key in timed}
+        for row, other in zip(whole.rows(), resumed.rows(), strict=True)
     ]
     assert resumed.ends_as(whole)
 

@@ -12,7 +12,7 @@ PROCESSES = 2
 ONE_PROCESS = [sys.executable]
 DIVIDED = [*LAUNCH, "--num_processes", str(PROCESSES)]
 DIVIDED += ["--config_file", "configs/zero3_offload.yaml"]
-# Each process writes to a file how many elements it holds and how many were gathered at a time.
+# Each process writes to a file how many elements it holds, and how many were gathered at once.
 HOLDS = """
 import json, os, sys, torch
 from inference.decoder import Decoder
@@ -69,7 +69,7 @@ def test_evaluate_gives_equal_numbers_with_divided_and_with_whole_weights(
 
 
 def test_generate_prints_equal_texts_once_with_divided_and_with_whole_weights(trained):
-    """One of the texts ends earlier than the others."""
+    """The texts have different lengths."""
     flags = ["--prompt", "sum 1", "--prompt", "第", "--num_samples", "2", "--batch_size", "3"]
     flags += ["--max_new_tokens", "20", "--stop", ";", "--jsonl"]
     texts = []

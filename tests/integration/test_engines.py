@@ -1,4 +1,4 @@
-"""Every engine of configs/ trains, and resumes from the checkpoint of another engine."""
+"""Engines of configs/ train, and resume from the checkpoint of another engine."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ TOLERANCE = 1e-4
 AIO = all(map(shutil.which, ("ninja", "c++"))) and find_library("aio") is not None
 
 
-# The engine and the number of processes of each step of one run; a step has 8 sequences.
+# For each step of one run: the engine and the number of processes. A step has 8 sequences.
 RELAY = [("zero3", 2), ("ddp", 2), ("zero3_offload", 1)]
 RELAY += [("zero1", 2), ("zero2_offload", 2), ("zero2", 1)]
 NAMES = {
@@ -31,7 +31,7 @@ FLAGS = "--dtype float32 --learning_rate 1e-2 --warmup_steps 0 --lr_schedule con
 
 @pytest.fixture(scope="module")
 def relay(packed, tmp_path_factory, path_without_compilers) -> list[Trained]:
-    """One run that each engine resumes for one step, with a validation and a sample."""
+    """One run. Each engine resumes it for one step, with a validation and a sample."""
     path, runs = tmp_path_factory.mktemp("relay") / "run", []
     for step, (engine, processes) in enumerate(RELAY, start=1):
         flags = f"{FLAGS} --batch_size {8 // processes} --max_steps {step} --resume auto"
@@ -43,7 +43,7 @@ def relay(packed, tmp_path_factory, path_without_compilers) -> list[Trained]:
 
 @pytest.fixture(scope="module")
 def whole(packed, tmp_path_factory) -> Trained:
-    """The same run on a single process without DDP or DeepSpeed."""
+    """The same run without a stop, on a single process without DDP or DeepSpeed."""
     path = tmp_path_factory.mktemp("whole") / "run"
     flags = f"{FLAGS} --batch_size 8 --max_steps {len(RELAY)} --eval_interval 1 --eval_samples 17"
     return train("plain", 1, packed, path, f"{flags} --save_interval 1 --sample_interval 1")
@@ -80,7 +80,7 @@ def test_every_engine_writes_the_same_samples(relay, whole):
 @pytest.mark.variant
 @pytest.mark.skipif(not AIO, reason="needs libaio and a compiler")
 def test_a_run_resumed_with_nvme_is_equal_to_the_bit_and_the_state_is_on_the_disk(packed, tmp_path):
-    # Partitions below 1 MiB stay in memory. Most of these are larger, and outnumber the buffers.
+    # Partitions below 1 MiB stay in RAM. Here most are larger, and there are more than buffers.
     flags = f"{FLAGS} --dim 512 --n_layers 3 --batch_size 2 --max_steps 4 --save_interval 2"
     config = json.loads((REPOSITORY / "configs" / "zero_infinity.json").read_text())
     offloads = [config["zero_optimization"][f"offload_{what}"] for what in ("optimizer", "param")]

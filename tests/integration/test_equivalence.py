@@ -21,7 +21,7 @@ STEPS, GLOBAL_BATCH, SEQ_LEN, SEED = 6, 8, 32, 7
 PEAK, MUON_PEAK, WARMUP = 1e-3, 0.02, 2
 CLIPPED = 0.1
 TOLERANCE = 1e-4
-# engine, processes, batch_size, accumulation_steps: a global batch of 8 each
+# name → engine, processes, batch_size, accumulation_steps; each global batch has 8 sequences
 SHARED_OUT = {
     "plain 8": ("plain", 1, 8, 1),
     "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
@@ -30,7 +30,7 @@ SHARED_OUT = {
     "ZeRO-2 1 x 8": ("zero2", 1, 8, 1),
     "ZeRO-2 2 x 2 x 2 accumulation": ("zero2", 2, 2, 2),
     "ZeRO-3 2 x 4": ("configs/zero3.yaml", 2, 4, 1),
-    # "round_robin_gradients" deals out the parameters in another order.
+    # "round_robin_gradients" distributes the parameters in another order.
     "round robin": ("round robin", 2, 4, 1),
 }
 PLAIN, ACCUMULATED, DDP, ZERO_1, ZERO_2 = (
@@ -51,7 +51,7 @@ class Reference(NamedTuple):
 
 @torch.no_grad()
 def step_by_muon(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float) -> None:
-    """Take the step of Muon as https://kellerjordan.github.io/posts/muon/ defines it."""
+    """Take a step of Muon as https://kellerjordan.github.io/posts/muon/ defines it."""
     momentum.mul_(0.95).add_(matrix.grad, alpha=0.05)
     update = 0.05 * matrix.grad + 0.95 * momentum
     rows, cols = matrix.shape
@@ -65,7 +65,7 @@ def step_by_muon(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float
 
 
 def plain_pytorch(data: Path, how: str) -> Reference:
-    """Train by hand: one process, one batch, nothing of `training/`."""
+    """Train in one process with whole global batches, without code of `training/`."""
     train_set = DATASETS.get(how, PackedDataset)(data, "train", SEQ_LEN)
     torch.manual_seed(SEED)
     model = Transformer(
@@ -117,7 +117,7 @@ def by_hand(packed) -> dict[str, Reference]:
 
 
 def start(how: str, name: str, packed: Path, path: Path, more: str = "") -> Trained:
-    """Train `how` with the engine, processes and micro-batches of SHARED_OUT[name]."""
+    """Train in the way `how` with the engine, processes and micro-batches of SHARED_OUT[name]."""
     engine, processes, batch_size, accumulation_steps = SHARED_OUT[name]
     if engine == "round robin":
         engine = deepspeed_file(path.parent / "ds.json", round_robin_gradients=True)
@@ -136,7 +136,7 @@ def start(how: str, name: str, packed: Path, path: Path, more: str = "") -> Trai
 
 @pytest.fixture(scope="module")
 def runs(packed, tmp_path_factory):
-    """Returns the run of `how` and `name`; launches it at the first call only."""
+    """Returns the run of `how` and `name`. Only the first call launches it."""
     out_dir, done = tmp_path_factory.mktemp("runs"), {}
 
     def get(how: str, name: str) -> Trained:
@@ -153,7 +153,7 @@ def largest_difference(a: dict, b: dict) -> float:
 
 
 def relative(moments: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict:
-    """Return moments in units of the largest one of each tensor: squares of gradients are tiny."""
+    """Divide each tensor by the largest value of its reference: squares of gradients are tiny."""
     return {name: value / reference[name].abs().max() for name, value in moments.items()}
 
 
@@ -182,7 +182,7 @@ def test_every_engine_trains_as_plain_pytorch_does(how, name, runs, by_hand):
 
 
 def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
-    """Without an effect the tests here would prove less."""
+    """If they had no effect, the other tests of this file would prove less."""
     clipped, muon = (by_hand[how] for how in ("clipped", "muon"))
     assert min(*clipped.grad_norms, *muon.grad_norms) > 2 * CLIPPED
     assert muon.losses[-1] < clipped.losses[-1] - 0.02
@@ -200,7 +200,7 @@ def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
     ("how", "dataset"), [("clipped", PackedDataset), ("masked", MaskedDataset)]
 )
 def test_validation_is_the_mean_over_all_targets_on_every_engine(how, dataset, runs, packed):
-    """The number of samples is odd, so that one of two processes has one sample fewer."""
+    """The number of samples is odd, so one of two processes has one sample less than the other."""
     val_set = dataset(packed, "val", SEQ_LEN)
     assert len(val_set) % 2 == 1
     samples = [val_set[i] for i in range(len(val_set))]

@@ -1,4 +1,4 @@
-"""scripts.evaluate after a run, on one process and on two."""
+"""scripts.evaluate gives the numbers of the training log, and the same on one or two processes."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def trained(packed, tmp_path_factory) -> Trained:
 
 @pytest.fixture(scope="module")
 def data(packed, tmp_path_factory) -> dict[str, list[str]]:
-    """Flags for each kind of data; no number of rows is divisible by 2 × 8."""
+    """Flags for each kind of data. The numbers of rows are not divisible by 2 × 8."""
     questions = tmp_path_factory.mktemp("questions") / "q.jsonl"
     questions.write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS), encoding="utf-8")
     return {
@@ -68,8 +68,8 @@ def test_the_score_of_the_last_checkpoint_is_the_last_validation_loss_of_the_run
 
 
 def test_a_launcher_that_starts_one_process_for_two_is_refused(trained):
-    """Without --multi_gpu, or with --cpu, accelerate launch ignores --num_processes on a CPU, and
-    sets these variables."""
+    """On a CPU `accelerate launch` without --multi_gpu, or with --cpu, ignores --num_processes. It
+    sets the variables of this test."""
     environ = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}
     ended = run_warm([sys.executable, "-m", "scripts.evaluate", str(trained.path)], **environ)
     assert ended.code != 0

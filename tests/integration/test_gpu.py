@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device; `pytest -m gpu` runs only tests of this kind."""
+"""Tests that need a CUDA device. `pytest -m gpu` runs only such tests."""
 
 import re
 
@@ -54,7 +54,7 @@ def test_decoding_runs_no_cudnn_kernel(dtype):
     shape = {"dim": 128, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 50}
     decoder = Decoder(Transformer(LMConfig(**shape)).cuda(), dtype)
     with torch.profiler.profile() as profile:
-        cache, _ = decoder.read([[1, 2, 3], [4]])  # of different lengths: with a mask
+        cache, _ = decoder.read([[1, 2, 3], [4]])  # different lengths need a mask
         for _ in range(3):
             decoder.step(torch.tensor([[5], [6]], device="cuda"), cache)
     assert [event.key for event in profile.key_averages() if "cudnn" in event.key.lower()] == []
@@ -66,7 +66,7 @@ def test_grouped_heads_in_fp32_run_on_the_memory_efficient_kernel(head_dim):
     qkv = [x.requires_grad_() for x in qkv]
     results = []
     for attend in (plain_attention, fast_attention):
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # an error if this kernel refuses
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # no other kernel may run
             out = attend(*qkv, 0.0)
             results.append([out, *torch.autograd.grad(out, qkv, gradient)])
     for reference, ours in zip(*results, strict=True):
@@ -105,7 +105,7 @@ def test_fused_adamw_skips_a_step_whose_found_inf_is_set(found_inf, steps):
 
 @pytest.mark.parametrize(("compiled", "optimizer"), [("off", "adamw"), ("on", "muon")])
 def test_zero2_over_nccl_trains_in_bf16_and_resumes(packed, tmp_path, compiled, optimizer):
-    # Plain attention: the backward pass of the fused kernels adds in any order.
+    # Plain attention, because the backward pass of fused kernels adds in varying order.
     flags = f"--compile {compiled} --optimizer {optimizer} --no-use_flash_attn --max_steps 6"
     whole = train_on_gpu("zero2", packed, tmp_path / "run", f"{flags} --save_interval 3")
     assert "DeepSpeed ZeRO-2" in whole.out

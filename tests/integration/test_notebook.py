@@ -32,16 +32,16 @@ def test_the_notebook_is_valid_and_has_no_outputs():
 
 @pytest.mark.variant  # other tests run the commands of the cells
 def test_the_whole_notebook_trains_draws_and_exports(tmp_path):
-    """The notebook runs on a small text for few steps. The test inserts a cell after the parameters
-    cell that overwrites the parameters, as papermill does."""
+    """The notebook runs on a small text for a few steps. After the cell with parameters, the
+    test inserts a cell that overwrites the parameters, as papermill does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     root = copy_repository(tmp_path / "clone")
     data = write_corpus(root / "sums.jsonl", documents=2000)
     notebook = nbformat.read(root / NOTEBOOK, as_version=4)
-    others = f"DATA, PROMPT, STEPS = {data.name!r}, 'sum 7: ', {STEPS}"
+    overwriting = f"DATA, PROMPT, STEPS = {data.name!r}, 'sum 7: ', {STEPS}"
     first = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code")
-    notebook.cells.insert(first + 1, nbformat.v4.new_code_cell(others))
+    notebook.cells.insert(first + 1, nbformat.v4.new_code_cell(overwriting))
     notebook.cells.append(nbformat.v4.new_code_cell(RESULTS))
     where = {"metadata": {"path": str(root / NOTEBOOK.parent)}}
     client = NotebookClient(notebook, timeout=SAFETY_NET_SECONDS, resources=where)

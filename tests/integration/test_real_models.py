@@ -1,5 +1,5 @@
-"""Import a model of another project, train it and export it: an SmolLM2 in all but its size, with
-random weights and a tokenizer.json."""
+"""Import a model of another project, train it and export it. The model is an SmolLM2 of smaller
+size with random weights and a tokenizer.json."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ SMOLLM2 = {
 
 @pytest.fixture(scope="module")
 def hub_folder(corpus, tmp_path_factory) -> Path:
-    """A folder like that of SmolLM2 on the Hub."""
+    """A folder with the files of SmolLM2 on the Hub, but with a smaller model."""
     folder = tmp_path_factory.mktemp("hub") / "SmolLM2-135M"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(folder)
@@ -49,7 +49,7 @@ def imported(hub_folder, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(hub_folder, corpus, tmp_path_factory) -> Path:
-    """Data prepared with the tokenizer of the folder from the Hub, not with the imported one."""
+    """Data prepared with the tokenizer of hub_folder, not with the imported tokenizer."""
     out = tmp_path_factory.mktemp("data") / "sums"
     flags = ["--out", str(out), "--val_fraction", "0.1", "--workers", "1"]
     prepare_data.main(["--data", str(corpus), "--tokenizer", str(hub_folder), *flags])
@@ -64,7 +64,7 @@ def trained(imported, data, tmp_path_factory) -> Trained:
 
 
 def train_whole(command: list[str], data: Path, path: Path, weights: Path, flags: str) -> Trained:
-    """`conftest.train` without the flags of a tiny model."""
+    """Train from `weights` like `conftest.train`, but without the flags for a tiny model."""
     where = ["--data", str(data), "--out_dir", str(path.parent), "--run_name", path.name]
     where += ["--init_from", str(weights), "--log_interval", "1", "--log_with", "none"]
     ended = run_warm([*command, *where, "--sample_tokens", "8", *flags.split()])

@@ -1,4 +1,4 @@
-"""A run survives what happens to runs: kills, signals, bad numbers, full disks, damaged files."""
+"""A run survives kills, signals, NaN, missing memory, failed saves, and data that disappears."""
 
 import json
 import random
@@ -31,11 +31,11 @@ from training.interruption import python
 pytestmark = pytest.mark.slow
 
 SCRIPT = "train_pretrain_accelerate.py"
-ENDLESS = "--max_steps 1000000 --compile off"  # by default so long a run is compiled
+ENDLESS = "--max_steps 1000000 --compile off"  # by default such a long run is compiled
 
 
 class Trainer:
-    """Starts runs of one setting in one output folder."""
+    """Starts runs with the same engine, data and flags in one output folder."""
 
     def __init__(self, out: Path, packed: Path, engine: str, processes: int, flags: str):
         self.out, self.packed, self.flags = out, packed, f"--eval_interval 0 {flags}"
@@ -50,7 +50,7 @@ class Trainer:
         return run_warm(self.command(name, flags, script))
 
     def start(self, name: str, flags: str = "", script: str = SCRIPT, **environ: str):
-        """Start a process whose output goes to NAME.log."""
+        """Start a run. Append its output to the file NAME.log."""
         with open(self.out / f"{name}.log", "a") as log:
             return start_warm(self.command(name, flags, script), log, **environ)
 
@@ -58,21 +58,21 @@ class Trainer:
         return (self.out / f"{name}.log").read_text()
 
     def rows(self, name: str) -> list[dict]:
-        """The rows of metrics.jsonl without the columns that depend on the clock."""
+        """Return the rows of metrics.jsonl without the columns that differ between equal runs."""
         timed = ("tokens_per_second", "step_seconds", "memory_gib", "mfu")
         lines = (self.out / name / "metrics.jsonl").read_text().splitlines()
         return [{k: v for k, v in json.loads(x).items() if k not in timed} for x in lines]
 
 
 def ranks(launcher: WarmProcess) -> list[psutil.Process]:
-    """Return the training processes in their order."""
+    """Return the training processes, ordered by pid and therefore by rank."""
     ours = [each for each in tree_of(launcher.pid) if each.ppid() == launcher.pid]
     return sorted(ours, key=lambda child: child.pid)
 
 
-# Functions before whose n-th call a run can stand still, and values of n from about three saves.
-# A save writes three files of tensors. It syncs five files and a folder before the folder gets its
-# name, then it syncs the name, and then a file that names the checkpoint.
+# Place → owner and name of a function, and values of n: a run can stand still before the n-th call.
+# The values cover two or three saves. A save writes three files of tensors and syncs nine times:
+# five files, their folder, the folder's new name, and the file "latest" with its name.
 PLACES = {
     "forward": ("model.transformer.Transformer", "forward", range(5, 13)),
     "write a file of a checkpoint": ("formats.portable", "save_tensors", range(4, 10)),
@@ -101,7 +101,7 @@ main()
 
 
 def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_path):
-    """Launcher and ranks get SIGKILL at each of PLACES, and once at a random moment."""
+    """The launcher and the ranks get SIGKILL at each of PLACES, and once at a random moment."""
     kills = len(PLACES)
     steps = 16 * kills
     flags = f"--max_steps {steps} --save_interval 4 --dropout 0.1 --batch_size 4 --log_interval 3"
@@ -120,7 +120,7 @@ def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_p
         kill_all(process)
         if place == "write a file of a checkpoint":
             assert list(folder.glob("*.partial"))
-    # And once at a random moment.
+    # Kill once more, at a random moment after a save.
     before = set(folder.glob("step-*"))
     process = trainer.start("killed", "--resume auto")
     wait_for(lambda: set(folder.glob("step-*")) - before, process)
@@ -158,7 +158,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_prints_the_command_that_resumes(
 
 
 def test_when_a_rank_dies_the_others_stop_and_the_launcher_names_it(packed, tmp_path):
-    """Accelerate's launcher runs torchrun, which writes the report."""
+    """Accelerate's launcher runs torchrun, which prints the rank and its exit code."""
     trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS)
     process = trainer.start("run")
     wait_for(lambda: "step 5/" in trainer.said("run"), process)
@@ -171,9 +171,9 @@ def test_when_a_rank_dies_the_others_stop_and_the_launcher_names_it(packed, tmp_
 
 
 def injected(tmp_path: Path, statements: str) -> str:
-    """Write a script that trains and executes statements after each forward of training.
+    """Write a script that trains, and executes statements after each forward pass of training.
 
-    The statements see `calls`, the number of forwards so far, and `out`, the model's output.
+    The statements see `calls`, the number of forward passes so far, and `out`, the model's output.
     """
     script = tmp_path / "train_injected.py"
     script.write_text(
@@ -203,7 +203,7 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_no_rank_waits(packed, tmp_pa
     script = injected(tmp_path, f"if calls == 3 and os.environ['RANK'] == '1': {too_much}")
     ended = trainer.finish("run", script=script)
     assert ended.code == 1
-    assert ended.out.count("Traceback") == 1  # the launcher's own
+    assert ended.out.count("Traceback") == 1  # the launcher prints it
     lines = [line for line in ended.out.splitlines() if "error: " in line]
     assert lines[0].startswith(
         f"{SCRIPT} (rank 1): error: out of memory with --batch_size 4 --accumulation_steps 1: "
@@ -231,7 +231,7 @@ def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path):
 
 
 def test_a_failed_save_does_not_stop_training_and_the_next_save_works(packed, tmp_path):
-    """A file in the place of the folder makes saves fail until the file is deleted."""
+    """A file named "checkpoints" instead of a folder makes saves fail until it is deleted."""
     trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 40 --save_interval 10")
     obstacle = tmp_path / "run" / "checkpoints"
     obstacle.parent.mkdir()

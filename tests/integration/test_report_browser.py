@@ -1,4 +1,4 @@
-"""report.html in a real browser: its width and the console."""
+"""report.html in a real browser: it fits the window, and the console shows no error."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed ends with the same bits as one that was not."""
+"""A run that was stopped and resumed ends with the same bits as a run without a stop."""
 
 import shutil
 import sysconfig
@@ -10,7 +10,7 @@ from conftest import Trained, deepspeed_file, train
 
 pytestmark = pytest.mark.slow
 
-# 534 sequences: with 64 per step the first epoch ends within step 9.
+# The data has 534 sequences. With 64 per step the first epoch ends within step 9.
 STEPS, FIRST, SECOND = 12, 5, 10
 FLAGS = (
     f"--max_steps {STEPS} --save_interval {FIRST} --eval_interval 4 --eval_samples 16 "
@@ -22,9 +22,9 @@ ENGINES = {
     "ZeRO-2": ("zero2", 2, ""),
     "ZeRO-3": ("configs/zero3.yaml", 2, ""),
     "ZeRO-3 on the CPU": ("configs/zero3_offload.yaml", 2, ""),
-    # With fp32 gradients DeepSpeed uses another optimizer class.
+    # For ZeRO-1 in bf16 with fp32 gradients, DeepSpeed uses another optimizer class.
     "ZeRO-1, Muon": ("zero1.json", 2, " --optimizer muon"),
-    # "auto" does not compile so short a run, but a resume compiles if the run did.
+    # "auto" does not compile such a short run, unless it resumes a compiled run.
     "compiled": ("plain", 1, " --dropout 0 --compile on"),
 }
 NO_COMPILER = not (
@@ -33,17 +33,17 @@ NO_COMPILER = not (
 
 
 def start(name: str, packed: Path, path: Path, more: str = "") -> Trained:
-    engine, processes, own = ENGINES[name]
+    engine, processes, extra = ENGINES[name]
     if engine == "zero1.json":
         engine = deepspeed_file(path.parent / engine, stage=1)
-    own = own.replace("--compile on", "") if "--resume" in more else own
-    flags = f"{FLAGS} --batch_size {32 // processes}{own}{more}"
+    extra = extra.replace("--compile on", "") if "--resume" in more else extra
+    flags = f"{FLAGS} --batch_size {32 // processes}{extra}{more}"
     return train(engine, processes, packed, path, flags)
 
 
 @pytest.fixture(scope="module")
 def whole(packed, tmp_path_factory):
-    """Returns the run of an engine without a stop; launches it at the first call only."""
+    """Returns the run of a name in ENGINES without a stop. Only the first call launches it."""
     out_dir, done = tmp_path_factory.mktemp("whole"), {}
 
     def get(name: str) -> Trained:
@@ -72,7 +72,7 @@ def whole(packed, tmp_path_factory):
 def test_a_resumed_run_is_equal_to_the_bit(
     name, step, resume, whole, packed, tmp_path, monkeypatch, path_without_compilers
 ):
-    if name != "compiled":  # DeepSpeed would compile its AdamW for the CPU
+    if name != "compiled":  # with a compiler, DeepSpeed would compile its AdamW for the CPU
         monkeypatch.setenv("PATH", path_without_compilers)
     before = whole(name)
     path = before.stopped_after(step, tmp_path / "stopped")
@@ -85,10 +85,10 @@ def test_a_resumed_run_is_equal_to_the_bit(
     for key in ("step", "loss", "grad_norm", "learning_rate", "epoch", "tokens"):
         assert resumed.column(key) == before.column(key)
     assert resumed.rows("val_loss")[-1] == before.rows("val_loss")[-1]
-    if name == "plain":  # dropout was at work: equal bits say that random states are restored
+    if name == "plain":  # dropout uses the random state, so equal bits prove that it was restored
         first, last = (before.tensors("random", step)["0.cpu"] for step in (FIRST, STEPS))
         assert not torch.equal(first, last)
-    weights = resumed.tensors().values()  # they are fp32 while the run computes in bf16
+    weights = resumed.tensors().values()  # the weights are fp32 although the run computes in bf16
     assert not all(torch.equal(w, w.bfloat16().float()) for w in weights)
 
 

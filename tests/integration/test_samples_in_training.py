@@ -1,5 +1,5 @@
-"""--sample_interval in whole runs: training is the same to the bit, each sample is logged once, and
-the report says that the run is finished."""
+"""Runs with --sample_interval: training is the same to the bit, each sample is logged once, and the
+report says that the run is finished."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_writing_samples_changes_no_bit_of_training(packed, tmp_path):
 
 @pytest.fixture(scope="module")
 def resumed(packed, tmp_path_factory) -> Trained:
-    """A run that came to step 6, lost its last checkpoint and went on from step 4."""
+    """A run that reached step 6, lost its last checkpoint and was resumed from step 4."""
     path = tmp_path_factory.mktemp("resumed") / "run"
     flags = FLAGS + SAMPLES + " --save_interval 4 --profile --profile_interval 3"
     first = train("plain", 1, packed, path, flags)

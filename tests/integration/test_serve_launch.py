@@ -20,14 +20,14 @@ from inference.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 
-LONG, SHORT = 1 << 16, 100  # contexts: no text fills the first, questions fill the second
+LONG, SHORT = 1 << 16, 100  # lengths of contexts: no text fills LONG, questions fill SHORT
 LONG_TEXT = "1 + 1 = 2; " * 60
 HELLO = [{"role": "user", "content": "1 + 1"}]
 
 
 @pytest.fixture
 def server(packed, request):
-    """A server with the context of the test's parameter; greedy unless a request sets sampling."""
+    """A server with the context length of the test's parameter. Its default is greedy sampling."""
     greedy = Sampling(temperature=0)
     started = LiveServer("mine", packed / "tokenizer.model", request.param, greedy)
     yield started
@@ -92,7 +92,7 @@ def test_the_page_says_when_the_context_is_full_and_drops_the_oldest_messages(br
 
 def test_ctrl_c_ends_the_server_and_a_waiting_client_gets_an_error(packed, tmp_path):
     model, weights = opinionated(VOCAB_SIZE, LONG), tmp_path / "mine" / "weights"
-    model.output.weight.data[EOS_ID] = 0  # never the likeliest: the answer does not end by itself
+    model.output.weight.data[EOS_ID] = 0  # never the most likely token: the answer does not end
     weights.mkdir(parents=True)
     save_portable(weights, model.config, {name: p.data for name, p in model.named_parameters()})
     shutil.copy(packed / "tokenizer.model", weights)

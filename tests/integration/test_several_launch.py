@@ -1,4 +1,4 @@
-"""train_several_accelerate.py: models trained together get the batches and losses of each alone."""
+"""train_several_accelerate.py: each model has the batches and losses that it would have alone."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SHARED = (
     *("--keep_last", "0", "--dtype", "float32", "--sample_interval", "3"),
     *("--batch_size", "2", "--accumulation_steps", "2"),
 )
-# The models differ in width: with one width, mixed-up tensors would not be noticed.
+# The models differ in hidden_dim, so that tensors of the wrong model would not fit.
 MODELS = {
     "deepspeed": {
         "divided": {"deepspeed": "configs/zero3.json", "dropout": 0.1, "learning_rate": 3e-3},
@@ -46,11 +46,11 @@ def files(folder: Path, **models: dict) -> list[str]:
 
 @pytest.fixture(scope="module")
 def done(packed, tmp_path_factory) -> Path:
-    """The folder of all runs on two processes: the models together, and each alone."""
+    """The folder of all runs. Two processes train the models together, then each model alone."""
     folder = tmp_path_factory.mktemp("several")
 
     def said_by(script: str, *flags: str) -> str:
-        launch = launch_command("ddp", 2)[:-1]  # each model names its engine
+        launch = launch_command("ddp", 2)[:-1]  # a model's "deepspeed" replaces DDP
         ended = run_warm([*launch, script, *flags, *SHARED, "--data", str(packed)])
         assert ended.code == 0, ended.out
         return ended.out
@@ -128,7 +128,7 @@ def test_if_one_model_cannot_resume_the_files_of_the_others_do_not_change(packed
     first = tmp_path / "first"
 
     def two(*more: str, **second) -> None:
-        """Train both for three steps, in this process."""
+        """Train both models for three steps, in this process."""
         where = ["--data", str(packed), "--out_dir", str(tmp_path), "--keep_last", "0"]
         when = ["--max_steps", "3", "--save_interval", "1", "--sample_interval", "1"]
         main([*files(tmp_path, first={}, second=second), *TINY, *where, *when, *more])
@@ -148,6 +148,6 @@ def test_if_one_model_cannot_resume_the_files_of_the_others_do_not_change(packed
     assert list((first / "checkpoints").glob("step-00000003.aside-*"))
     rows = (first / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]
-    # Each model can be trained on alone.
+    # Each of the models can be resumed alone.
     resumed = train("plain", 1, packed, first, f"--resume {first} --max_steps 4 --keep_last 0")
     assert resumed.column("step") == [1, 2, 3, 4]

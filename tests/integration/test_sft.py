@@ -1,4 +1,4 @@
-"""train_sft_accelerate.py: answers get likelier on every engine; resumed runs are equal."""
+"""train_sft_accelerate.py: answers become more likely, equally on every engine; runs resume."""
 
 import json
 import shutil
@@ -23,14 +23,14 @@ FLAGS = "--dtype float32 --lr_schedule constant --warmup_steps 0 --learning_rate
 
 @pytest.fixture(scope="module")
 def base(packed, tmp_path_factory) -> Trained:
-    """A run that was pretrained on sums, without conversations."""
+    """A run that was pretrained on sums. Its data has no conversations."""
     path = tmp_path_factory.mktemp("base") / "run"
     return train("plain", 1, packed, path, "--max_steps 40 --batch_size 8 --learning_rate 1e-2")
 
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory) -> Path:
-    """Questions with answers of one token and of many."""
+    """Conversations: questions with short and with long answers."""
     path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
     lines = []
     for i in range(200):
@@ -59,7 +59,7 @@ def sft_command(engine: str, processes: int) -> list[str]:
 
 @pytest.fixture
 def sft(base, data):
-    """Fine-tunes into a run folder."""
+    """Fine-tunes a model into the run folder `path`."""
 
     def sft(engine: str, processes: int, path: Path, flags: str, init_from: Path = base.path):
         flags = f"{FLAGS} --init_from {init_from} {flags}"
@@ -96,7 +96,7 @@ MUON = f"{ADAPTERS} --optimizer muon"
 
 @pytest.fixture(scope="module")
 def reference(base, data, tmp_path_factory):
-    """Returns a run with one micro-batch of 8 conversations per step; one launch per `more`."""
+    """Returns the run with the flags `more`, of one micro-batch per step; launches it only once."""
     out_dir, done = tmp_path_factory.mktemp("reference"), {}
 
     def get(more: str) -> Trained:
@@ -120,12 +120,12 @@ def reference(base, data, tmp_path_factory):
 def test_every_token_of_an_answer_weighs_the_same_on_every_engine(
     sft, reference, tmp_path, name, more
 ):
-    """Losses and gradients of all weights, or of adapters only, equal those of one micro-batch."""
+    """Losses and gradient norms (all weights, or adapters only) equal those of one micro-batch."""
     expected = reference(more)
     engine, processes, batch_size, accumulation = SHARED_OUT[name]
     flags = f"--max_steps 6 --batch_size {batch_size} --accumulation_steps {accumulation} {more}"
     tuned = sft(engine, processes, tmp_path / "run", flags)
-    # Newton-Schulz iterations magnify the smallest singular values and rounding errors in them.
+    # Newton-Schulz iterations enlarge the smallest singular values and their rounding errors.
     tolerance = 1e-3 if more == MUON else 1e-5
     for key in ("loss", "grad_norm"):
         assert tuned.column(key) == pytest.approx(expected.column(key), rel=tolerance, abs=1e-5)

@@ -1,4 +1,4 @@
-"""run_accelerate.sh from a fresh clone, with the environment that runs these tests."""
+"""run_accelerate.sh in a fresh clone, with the Python environment of the tests."""
 
 import json
 import os
@@ -27,20 +27,20 @@ TINY = "--dim 32 --n_layers 1 --n_heads 4 --max_seq_len 32 --max_steps 2 --sampl
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """The repository in a folder of its own."""
+    """A copy of the repository in a new folder."""
     return copy_repository(tmp_path_factory.mktemp("clone"))
 
 
 @pytest.fixture(scope="module")
 def by_hand(clone, corpus) -> Path:
-    """A text that has been prepared in the clone by hand, with a vocabulary of 450."""
+    """A text that scripts.prepare_data has prepared in the clone, with a vocabulary of 450."""
     prepare = [sys.executable, "-m", "scripts.prepare_data", "--data", str(corpus)]
     assert run([*prepare, "--vocab_size", "450"], cwd=clone).code == 0
     return corpus
 
 
 def settings(text: Path, **environ: str) -> dict[str, str]:
-    """The environment variables for run_accelerate.sh."""
+    """Return the environment variables for run_accelerate.sh."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {"PATH": path, "DATA": str(text), "NUM_PROCESSES": "1"} | environ
 
@@ -73,7 +73,7 @@ def test_a_mistake_is_refused_in_one_line_before_anything_is_launched(
 
 @pytest.fixture(scope="module")
 def pretrained(clone, tmp_path_factory, path_without_compilers) -> Path:
-    """A run called mine on a text called short; returns its folder."""
+    """The folder of a run named "mine" on a text named "short"."""
     text = tmp_path_factory.mktemp("text") / "short.jsonl"
     text.write_text('{"text": "very little text"}\n' * 50, encoding="utf-8")
     ended = run_accelerate(clone, text, f"{TINY} --run_name mine", PATH=path_without_compilers)
@@ -85,7 +85,7 @@ def pretrained(clone, tmp_path_factory, path_without_compilers) -> Path:
 def test_the_script_prepares_trains_and_leaves_a_model_without_a_compiler(clone, pretrained):
     assert (clone / "out" / "data" / "short" / "dataset.json").is_file()
     assert (pretrained / "weights" / "model.safetensors").is_file()
-    # Typed flags override those of the script.
+    # Typed flags override the flags that the script chooses.
     written = json.loads((pretrained / "settings.json").read_text(encoding="utf-8"))
     assert (written["arguments"]["max_steps"], written["model"]["dim"]) == (2, 32)
     # The script used the active environment and created none.

@@ -1,4 +1,4 @@
-"""Runs on two machines, which are namespaces of this one; each machine starts its own processes."""
+"""Runs on two machines, which Linux namespaces simulate. Each machine starts its own processes."""
 
 import os
 import shlex
@@ -56,7 +56,7 @@ def errors(said: str) -> list[str]:
 
 @pytest.fixture
 def start(machines, packed, tmp_path):
-    """Starts a run on both machines by `accelerate launch`, as docs/engines.md shows."""
+    """Starts a run on both machines with `accelerate launch`, as docs/engines.md shows."""
 
     def start(flags: str) -> list[subprocess.Popen]:
         launch = [*LAUNCH[:-2], "--config_file", "configs/multi_node.yaml", "--num_processes", "2"]
@@ -71,7 +71,7 @@ def start(machines, packed, tmp_path):
         return processes
 
     yield start
-    for machine in machines:  # pytest shows it if the test fails
+    for machine in machines:  # pytest shows the logs if the test fails
         print((tmp_path / f"{machine.name}.log").read_text())
 
 
@@ -95,9 +95,9 @@ def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
     finally:
         for process in (here, there):
             if process.poll() is None:
-                kill_all(process, signal.SIGABRT)  # each process says where it waits
-    assert during <= before + 2  # one step under way, and one about to be logged
-    assert code == 1  # the launcher's
+                kill_all(process, signal.SIGABRT)  # each process prints where it waits
+    assert during <= before + 2  # one step in progress, and one that was not logged yet
+    assert code == 1  # the exit code of the launcher
     (line,) = errors((tmp_path / f"{NAMES[0]}.log").read_text())
     assert line.startswith(f"{SCRIPT}: error: another process has ended, see its output (")
     assert f"[{ADDRESSES[1]}]" in line
@@ -118,7 +118,7 @@ def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
 def test_a_slurm_job_prepares_data_once_and_saves_when_one_machine_gets_a_signal(
     machines, tmp_path
 ):
-    """The test's own srun starts the command on each machine, as SLURM's does."""
+    """The test writes an srun that starts the command on each machine, as SLURM's srun does."""
     (tmp_path / "clone").mkdir()
     clone = copy_repository(tmp_path / "clone")
     text = write_corpus(tmp_path / "sums.jsonl", documents=1000)
@@ -179,7 +179,7 @@ def test_a_slurm_job_prepares_data_once_and_saves_when_one_machine_gets_a_signal
 def both(machines, tmp_path):
     """Trains on both machines without a launcher; returns the exit codes and the outputs.
 
-    Data is in tmp_path/data and runs are in tmp_path/runs, unless `on_the_second` changes that.
+    The second machine also gets the flags `on_the_second`.
     """
     ports = iter(range(29600, 29700))
 
@@ -206,7 +206,7 @@ def data(packed, tmp_path) -> Path:
 
 
 def the_error_of_both(ended: tuple[list[int], list[str]]) -> str:
-    """Return the error line of both machines; each prints it once and exits with code 2."""
+    """Return the error line, which each machine must print once before it exits with code 2."""
     codes, said = ended
     assert codes == [2, 2], said
     assert not any("Traceback" in words for words in said), said

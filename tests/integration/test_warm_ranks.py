@@ -24,7 +24,7 @@ facts |= {
 with open(os.environ["FACTS_TO"] + os.environ.get("RANK", "0"), "w") as file:
     json.dump(facts, file)
 """
-# A free port, torchrun's files, a variable that importing the launcher sets, the output file.
+# May differ: a free port, torchrun's file, a variable that the launcher's import sets, our file.
 DIFFERENT = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "PYTORCH_NVML_BASED_CUDA_CHECK", "FACTS_TO")
 
 
@@ -47,4 +47,4 @@ def test_a_forked_program_sees_what_a_fresh_interpreter_sees(engine, tmp_path):
     fresh, forked = all_facts
     assert forked == fresh
     assert len(forked) == (1 if engine == "plain" else 2)
-    assert len(set(numbers)) == len(numbers)  # all numbers differ: nothing is seeded
+    assert len(set(numbers)) == len(numbers)  # all random numbers differ: nothing is seeded
