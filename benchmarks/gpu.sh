@@ -4,9 +4,9 @@
 #     bash benchmarks/gpu.sh [FOLDER [PART...]]
 #
 # The report is FOLDER/gpu.md (default FOLDER: out/benchmarks/gpu). FOLDER also gets a trained run
-# with a trace. The names of the parts are below, the most informative first. Without PART all parts
-# run. If a part runs out of time, the report has its measurements so far. The exit code is 1 if any
-# part failed. PYTHON replaces the Python that scripts/environment.sh finds.
+# with a profiler trace. The names of the parts are below; the first parts tell the most. Without
+# PART all parts run. If a part takes too long, it is stopped and the report has its measurements so
+# far. The exit code is 1 if a part failed. PYTHON=... replaces the Python of scripts/environment.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-out/benchmarks/gpu}
@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED=1
 : >"$report"
 failed=0
 
-part() { # name, seconds at most, command...
+part() { # name, time limit in seconds, command...
   local name=$1 limit=$2 code why
   shift 2
   [[ $wanted == "  " || $wanted == *" $name "* ]] || return 0

@@ -1,6 +1,6 @@
 """Atomic files and folders: write to a temporary name, force it to the disk, then rename it.
 
-A path has one writer at a time. A new writer deletes what a killed writer has left.
+Only one process may write a path at a time. It replaces what a killed writer left unfinished.
 """
 
 import errno
@@ -14,13 +14,13 @@ from typing import IO
 
 from common.errors import UsageError
 
-PARTIAL = ".partial"  # ends the temporary name of a path while it is written
-DELETING = ".deleting"  # ends the temporary name of a path while it is deleted
+PARTIAL = ".partial"  # suffix of the temporary name of a path that is being written
+DELETING = ".deleting"  # suffix of the temporary name of a path that is being deleted
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write a file to, then rename it to `path`."""
+    """Yield a temporary path at which to write a file; then rename the file to `path`."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         yield partial
@@ -39,7 +39,7 @@ def write_whole(path: Path, content: str) -> None:
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write into, then rename it to `out`, which it replaces."""
+    """Yield a temporary folder to write into; then rename it to `out`. An old `out` is deleted."""
     partial, old = out.with_name(out.name + PARTIAL), out.with_name(out.name + DELETING)
     remove(partial)  # left by a process that was killed
     partial.mkdir(parents=True)
@@ -62,7 +62,7 @@ def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
     """Call `whole_folder` for an output folder that the user has named. Raises UsageError if `out`
-    is not empty, unless `overwrite` and `is_one(out)` are True. `what` is for messages."""
+    is not empty, unless `overwrite` is True and `is_one(out)` says that `out` is a `what`."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):
         if out.is_file() or not is_one(out):
@@ -75,7 +75,7 @@ def new_folder(
 
 @contextmanager
 def one_at_a_time(out: Path) -> Iterator[None]:
-    """Wait until no other process is making `out`. The caller then checks if `out` exists."""
+    """Wait until no other process makes `out`, then let others wait until the context ends."""
     path = out.with_name(f".{out.name}.lock")
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
@@ -97,7 +97,7 @@ def try_lock(file: IO | int) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Force the contents of a file or folder from the system's memory to the disk."""
+    """Make the system write the contents of a file or folder to the disk now."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,7 +109,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder. A folder is renamed first, so that `path` is never half empty."""
+    """Delete a file or a folder. A folder is renamed first, so `path` is never partly deleted."""
     with suppress(OSError):
         if path.is_file():
             path.unlink()

@@ -1,4 +1,4 @@
-"""Errors for the user: a program ends with one line and exit code 2, not with a traceback."""
+"""Errors for the user: a program ends with one line and exit code 2, without a traceback."""
 
 import errno
 import os
@@ -19,16 +19,16 @@ class UsageError(ValueError):
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error, without the number and path of OSError."""
+    """Return the message of an error; of an OSError without its number and path."""
     return getattr(error, "strerror", None) or str(error)
 
 
 class ReportedError(UsageError):
-    """A child process has failed and has already printed its own error line."""
+    """A child process has failed. It has already printed an error line, so no other is printed."""
 
 
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> None:
-    """Handle uncaught exceptions as sys.excepthook: Ctrl-C prints one line and exits with 130."""
+    """Handle uncaught exceptions as sys.excepthook. Only Ctrl-C ends in one line, with code 130."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
@@ -52,8 +52,8 @@ def _nobody_reads() -> bool:
 
 @contextmanager
 def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
-    """Turn the expected exceptions and a full disk into one line and exit code 2. If the reader of
-    stdout has gone, as `head` does, the program ends without a message."""
+    """Turn the expected exceptions and a full disk into one line and exit code 2. If the program
+    that reads stdout has ended, as `head` does, this program ends without a message."""
     try:
         yield
         print(end="", flush=True)  # not sys.stdout.flush(): a shell may have closed stdout
@@ -64,12 +64,12 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
             raise
         try:
             print(end="", flush=True)
-        except OSError:  # discard the rest, which the interpreter would flush at its end
+        except OSError:  # discard the rest, which the interpreter would flush when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
         if unread:
             sys.exit(128 + signal.SIGPIPE)
-        # Most errors are the same on every rank. So the first rank of a machine reports at once,
-        # and its launcher stops the others while they wait.
+        # Most errors are the same on every rank. So the first rank of a machine reports at once.
+        # The other ranks wait, so that the launcher can stop them.
         rank = int(os.environ.get("RANK", 0))
         if int(os.environ.get("LOCAL_RANK", rank)):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -14,13 +14,13 @@ def available_cores() -> int:
 
 
 def counted(n: int, plural: str) -> str:
-    """Return a number with its noun: 1 layer, 2 layers, 1 process, 1,024 processes."""
+    """Return a number with a noun: "1 layer", "2 layers", "1 process", "1,024 processes"."""
     one = plural.removesuffix("es" if plural.endswith("sses") else "s")
     return f"{n:,} {one if n == 1 else plural}"
 
 
 def size(n_bytes: float) -> str:
-    """Return a size in GB, MB or, below 0.1 MB, in kB: "3.4 GB"."""
+    """Return a size in GB, in MB, or (below 0.1 MB) in kB, such as "3.4 GB"."""
     if n_bytes >= 1e9:
         return f"{n_bytes / 1e9:.1f} GB"
     if n_bytes >= 1e5:
@@ -29,12 +29,12 @@ def size(n_bytes: float) -> str:
 
 
 def memory(n_bytes: float) -> str:
-    """Return a size of memory in GiB or, below 0.1 GiB, as `size` does: "3.41 GiB", "12.1 MB"."""
+    """Return a size in GiB, such as "3.41 GiB", or (below 0.1 GiB) as `size` does: "12.1 MB"."""
     return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 / 10 else size(n_bytes)
 
 
 def columns(rows: list[dict[str, str]]) -> str:
-    """Return a table. The keys are the titles; all columns but the first are right-aligned."""
+    """Return a table. The keys are the titles. All columns except the first are right-aligned."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
     form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
@@ -42,13 +42,13 @@ def columns(rows: list[dict[str, str]]) -> str:
 
 
 def progress_bar(total: int | None, desc: str, unit: str, scale: bool = False, **options) -> tqdm:
-    """Return a tqdm bar. In a file or a pipe it prints one line per minute instead."""
+    """Return a tqdm bar. If stderr is a file or a pipe, print one line per minute instead."""
     options["delay"] = 0.01  # do not draw an empty bar
     kind = tqdm
     if not sys.stderr.isatty():
         kind = Lines
         options["bar_format"] = "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
-        # With any other miniters, tqdm's own thread draws again 10 seconds later.
+        # With another value of miniters, tqdm's own thread would draw again 10 seconds later.
         options |= {"mininterval": 60, "miniters": 1}
     return kind(total=total, desc=desc, unit=unit, unit_scale=scale, dynamic_ncols=True, **options)
 
@@ -57,7 +57,7 @@ class Lines(tqdm):
     """A progress bar that prints one line per update, and no line at its end."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        with suppress(OSError):  # a full disk or a closed pipe must not stop the work
+        with suppress(OSError):  # a full disk or a closed pipe must not stop the program
             print(self, file=sys.stderr, flush=True)
 
     def clear(self, nolock: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The argument parser of all programs: it reports a mistake in one line."""
+"""The argument parser of all programs. It reports a mistake in one line."""
 
 import argparse
 import difflib
@@ -8,18 +8,18 @@ from common.errors import UsageError
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keep line breaks of descriptions, and add defaults that a help text does not mention."""
+    """Keep line breaks of descriptions. Add the default to a help text that does not mention it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         no_default = (None, argparse.SUPPRESS, [])
-        is_switch = action.default is False  # off unless given
+        is_switch = action.default is False  # off unless it is typed
         if "default" in action.help or action.default in no_default or is_switch:
             return action.help
         return f"{action.help} (default: %(default)s)"
 
 
 class KeepEarlierValue(argparse.Action):
-    """Action of a flag with an optional value: without a value, the flag keeps an earlier value."""
+    """Action of a flag with an optional value. Typed without a value, it keeps an earlier value."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         if value or not getattr(namespace, self.dest, None):
@@ -37,11 +37,11 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         values, unknown = self.parse_known_args(args, namespace)
-        # Report unknown flags, but not the words after them, which are their values.
+        # Report unknown flags, but not the words after them: these are the values of the flags.
         wrong = [word for word in unknown if word.startswith("-")] or unknown
         flags = {flag[2:] for flag in self._option_string_actions if flag.startswith("--")}
         for i, word in enumerate(wrong):
-            # Compare without dashes, which make any two short flags look similar.
+            # Compare without dashes, because dashes make any two short flags look similar.
             name = word.partition("=")[0].lstrip("-").replace("-", "_")
             if close := difflib.get_close_matches(name, flags - {"help"}, n=1):
                 wrong[i] = f"{word}: did you mean --{close[0]}?"
@@ -51,5 +51,5 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def is_text(typed: object) -> bool:
-    """Return True for a str that UTF-8 can encode: it has no half of a surrogate pair."""
+    """Return True for a str that UTF-8 can encode, so without half of a surrogate pair."""
     return isinstance(typed, str) and not re.search("[\ud800-\udfff]", typed)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train on several machines under SLURM. Submit from the repository's folder, which all machines must see:
 #
-#   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32      flags of run_accelerate.sh
+#   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32      with flags of run_accelerate.sh
 #
-# Nobody has run this file yet. Five minutes before its time ends, the job saves and ends. To continue, submit it with the
-# same --run_name (default: job-NUMBER). If a machine fails, SLURM submits it again.
+# This file has not been run on a cluster yet. Five minutes before its time limit, the job saves and ends. To continue,
+# submit it with the same --run_name (default: job-NUMBER). If a machine fails, SLURM submits the job again.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -18,7 +18,7 @@ export NUM_MACHINES=$SLURM_NNODES
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${names%%$'\n'*} # the first machine
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a machine
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds that a save may take; PyTorch before 2.12 always allows 30
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds for a save after a signal; PyTorch before 2.12 always allows 30
 name=()
 [[ " $*" == *" --run_name"* || " $*" == *" --resume"* ]] || name=(--run_name "job-$SLURM_JOB_ID")
 [[ " $*" == *" --resume"* ]] || name+=(--resume auto)

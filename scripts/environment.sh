@@ -1,5 +1,5 @@
-# run_accelerate.sh and run_tests.sh source this file with a requirements file as argument. It sets "$python" to a Python
-# that has all these packages: the active environment's, or else .venv's, in which it installs the packages once.
+# run_accelerate.sh and run_tests.sh source this file. Its argument is a requirements file. It sets "$python" to a Python
+# that has all packages of the requirements: the Python of the active environment, or of .venv, where it installs them once.
 
 fail() { echo "error: $1" >&2; exit 2; }
 requirements=$1
@@ -8,13 +8,13 @@ for python in python python3 .venv/bin/python ""; do
 done
 if [ -z "$python" ]; then
   [ "${NUM_MACHINES:-1}" = 1 ] ||
-    fail "several machines would install over each other; run once: python3 -m venv .venv && .venv/bin/python -m pip install -r $requirements"
+    fail "several machines would install into .venv at the same time; run this once: python3 -m venv .venv && .venv/bin/python -m pip install -r $requirements"
   for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10 ""; do
     [ -n "$base" ] || break
     "$base" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && break
   done
-  [ -n "$base" ] || fail "Python 3.10 to 3.13 is needed; name one with PYTHON=/path/to/python"
-  echo "installing $requirements into .venv, once (on Linux PyTorch includes several GB of CUDA)"
+  [ -n "$base" ] || fail "Python 3.10 to 3.13 is needed; set PYTHON=/path/to/python"
+  echo "installing the packages of $requirements into .venv, once (on Linux PyTorch includes several GB of CUDA)"
   "$base" -m venv .venv ||
     fail "$base cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)"
   python=.venv/bin/python
@@ -22,5 +22,5 @@ if [ -z "$python" ]; then
     fail "pip could not install $requirements; see its message above"
 fi
 python=$(command -v "$python")
-# DeepSpeed looks for the tools it compiles with, such as ninja, on PATH.
+# DeepSpeed compiles with tools such as ninja, which it searches for on PATH.
 export PATH="$(cd "$(dirname "$python")" && pwd):$PATH"

@@ -5,13 +5,13 @@ A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent
     weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
                            name.momentum_buffer → Muon's momentum
-    random.safetensors     states of random generators and log line of each process
-    state.json             step, loss scale, shape of the model, settings of the adapters, and
-                           "identity": the settings that a run must keep when it resumes
+    random.safetensors     per process: random generators, and sums for the next log line
+    state.json             step, AdamW's step, validation loss, loss scale, processes, compiled,
+                           model, adapters; "identity": settings that a resumed run must keep
     manifest.json          size and SHA-256 of each file above
 
-A checkpoint depends neither on the engine nor on the number of processes. It contains no code.
-The frozen weights of a run with adapters are in its folder base/.
+Any engine and any number of processes can load a checkpoint. It contains no code.
+The frozen weights of a run with adapters are in the folder base/ of the run.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
 
 
 def write_base(run: RunFolder, config: LMConfig, weights: dict, tokenizer: Path) -> None:
-    """Write frozen weights and tokenizer of a run with adapters into its folder base/."""
+    """Write the frozen weights and the tokenizer of a run with adapters into base/."""
     try:
         with whole_folder(run.base) as folder:
             portable.save_portable(folder, config, weights)
@@ -87,17 +87,17 @@ def damage(path: Path) -> str | None:
 
 
 def _compare(folder: Path, names: set[str]) -> None:
-    """Raise an error if the folder's manifest does not list and match exactly these files."""
+    """Raise an error unless the manifest lists exactly the files `names`, and each matches it."""
     files = portable.read_json(folder / MANIFEST)["files"]
     if files.keys() != names:
-        raise WeightsError(f"{MANIFEST} names other files")
+        raise WeightsError(f"{MANIFEST} does not list exactly {', '.join(sorted(names))}")
     for name, facts in files.items():
         if _facts_of(folder / name) != facts:
             raise WeightsError(f"the checksum of {name} is wrong")
 
 
 def newest_undamaged(checkpoints: list[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """Return the last undamaged checkpoint or None, and the damage of each one after it."""
+    """Return the last undamaged checkpoint or None, and the damage of each later checkpoint."""
     problems = {}
     for checkpoint in reversed(checkpoints):
         problem = damage(checkpoint)
@@ -108,7 +108,7 @@ def newest_undamaged(checkpoints: list[Path]) -> tuple[Path | None, dict[Path, s
 
 
 def best(checkpoints: Iterable[Path]) -> Path | None:
-    """Return the checkpoint with the lowest validation loss; None if there is none."""
+    """Return the checkpoint with the lowest validation loss; None if none has a loss."""
     measured = [path for path in checkpoints if val_loss(path) is not None]
     return min(measured, key=val_loss, default=None)
 
@@ -124,8 +124,8 @@ def val_loss(path: Path) -> float | None:
 def read_state(path: Path) -> dict:
     """Read state.json of an undamaged checkpoint, also in the forms of older versions."""
     state = portable.read_json(path / STATE)
-    identity = {"optimizer": "adamw"} | state["identity"]  # older versions name none
-    if "model" not in state:  # older versions keep the shape of the model in "identity"
+    identity = {"optimizer": "adamw"} | state["identity"]  # older versions name no optimizer
+    if "model" not in state:  # in older versions "identity" has the shape of the model
         fields = [name for name in LMConfig.__dataclass_fields__ if name in identity]
         state["model"] = {name: identity.pop(name) for name in fields}
     return state | {"identity": identity}
@@ -138,7 +138,7 @@ def saved_lora(checkpoint: Path) -> LoRA | None:
 
 
 def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
-    """Return a checkpoint's weights and adapters by name. Raises ConfigError if it is damaged."""
+    """Return a checkpoint's weights and adapters by name. Raises ConfigError if one is damaged."""
     trained = portable.load_tensors(checkpoint / WEIGHTS)
     return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
 

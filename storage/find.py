@@ -14,7 +14,7 @@ BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation l
 
 def newest_first(paths: Iterable[Path], program: str | None, path_in: Callable) -> list[RunFolder]:
     """Return the runs of `program` (None: of all programs) among `paths`, the newest first.
-    The age of a run is that of the file or folder that `path_in` returns for it."""
+    The age of a run is the age of the file or folder that `path_in` returns for the run."""
     times = {}
     for run in map(RunFolder, paths):
         path = path_in(run)
@@ -37,8 +37,8 @@ def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None
 
 
 def data_of(name: str) -> str:
-    """Return the data folder of a run, or of a checkpoint or weights in a run; 'auto' is the newest
-    pretraining run. Raises UsageError if the run names no data, or if the data is gone."""
+    """Return the data folder of a run. `name` is the run, or a checkpoint or weights in it; 'auto'
+    is the newest pretraining run. Raises UsageError if the run or its data is not found."""
     path = Path(name).resolve()
     if not path.exists():
         path = find_run(name.removesuffix(BEST), program=PRETRAINING).resolve()
@@ -50,7 +50,7 @@ def data_of(name: str) -> str:
 
 
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
-    """Return the folder at the path `name`; 'auto' is the program's run that logged last.
+    """Return the folder `name`; 'auto' is the run of `program` (None: of any) that logged last.
     Raises UsageError if there is no such folder."""
     folder = Path(names_of(name, runs, program)[0])
     if not folder.is_dir():
@@ -59,11 +59,11 @@ def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
 
 
 def names_of(name: str, runs: Path, program: str | None) -> list[str]:
-    """Return [name]; for 'auto' or 'auto@best', the names of the runs of this program, beginning
-    with the one that logged last. Raises UsageError if there is no such run."""
+    """Return [name]; for 'auto' or 'auto@best', the names of the runs of `program` (None: of all),
+    beginning with the run that logged last. Raises UsageError if there is no such run."""
     if name.removesuffix(BEST) != "auto":
         return [name]
     if found := newest_first(runs.glob("*"), program, lambda run: run.metrics):
         return [name.replace("auto", str(run.path)) for run in found]
     where = runs.absolute()
-    raise UsageError(f"there is no run in {where} yet: start one, bash run_accelerate.sh")
+    raise UsageError(f"there is no run in {where} yet: start one with bash run_accelerate.sh")

@@ -18,8 +18,8 @@ class RunFolder:
         self.path = path
         self.settings = path / "settings.json"  # flags, command and versions
         self.template = path / TEMPLATE_FILE  # only in a run that trains on conversations
-        self.metrics = path / "metrics.jsonl"  # a JSON line for each log line
-        self.lock = path / "lock"  # held while a process trains here
+        self.metrics = path / "metrics.jsonl"  # one JSON object for each log line
+        self.lock = path / "lock"  # locked while a process trains here
         self.checkpoints = path / "checkpoints"  # see storage/checkpoint.py
         self.latest = self.checkpoints / "latest"  # holds the name of the newest checkpoint
         self.profile = path / "profile"  # traces of --profile
@@ -44,7 +44,7 @@ class RunFolder:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of steps before the checkpoint, from its name."""
+    """Return the step after which the checkpoint was saved, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -61,8 +61,8 @@ _held: list[int] = []  # file descriptors of the locks that this process holds
 
 
 def lock(path: Path, otherwise: str = "--run_name") -> None:
-    """Lock the folder of this lock file until `release_locks` or the end of the process. Raises
-    UsageError, which suggests another `otherwise`, if another process holds the lock."""
+    """Lock the folder of the lock file `path` until `release_locks` or the end of the process.
+    If another process holds the lock, raises UsageError, which advises to change `otherwise`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not try_lock(descriptor):
         os.close(descriptor)
@@ -74,10 +74,10 @@ def lock(path: Path, otherwise: str = "--run_name") -> None:
 
 
 def release_locks() -> None:
-    """Release every lock of this process, so that it can start another run."""
+    """Release every lock of this process, so that the process can start another run."""
     while _held:
         os.close(_held.pop())
 
 
-# Data loader processes may outlive a killed parent by seconds. They must not keep its locks.
+# Data loader processes may live seconds longer than a killed parent. They must not keep its locks.
 os.register_at_fork(after_in_child=release_locks)

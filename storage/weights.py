@@ -25,15 +25,15 @@ from storage.folder import RunFolder
 class Trained:
     """A trained model with its tokenizer."""
 
-    # In evaluation mode. On the CPU and in fp32, unless load_trained got another `load`.
+    # The model is in evaluation mode. `load_trained` decides its device and precision.
     model: Transformer
-    tokenizer: Tokenizer  # the tokenizer that it was trained with
-    folder: Path  # the folder that the weights were read from
-    chats: bool = False  # trained on conversations, in the template of data/chat_template
+    tokenizer: Tokenizer  # the model was trained with this tokenizer
+    folder: Path  # the weights were read from this folder
+    chats: bool = False  # True if the model was trained on conversations (data/chat_template.py)
 
     @property
     def n_parameters(self) -> int:
-        """Number of parameters of the whole model; under ZeRO-3 a process holds only a share."""
+        """Number of parameters of the whole model. Under ZeRO-3 a process holds only a share."""
         return portable.without_memory(self.model.config).num_parameters()
 
     @property
@@ -55,13 +55,13 @@ class WeightsFolder:
 
     @classmethod
     def find(cls, name: str, foreign: bool = False) -> "WeightsFolder":
-        """Find the weights of a finished run, or else its newest undamaged checkpoint.
+        """Find the weights of a finished run; of another run, its newest undamaged checkpoint.
 
         Args:
             name: a run, RUN@best, a checkpoint, a folder of weights, or 'auto'.
             foreign: accept a Hugging Face folder.
-        Raises UsageError if there are no weights, if all checkpoints (or the named one) are
-        damaged, or if the folder is Hugging Face's and `foreign` is False."""
+        Raises UsageError if there are no weights, if the named checkpoint or all checkpoints are
+        damaged, or if `name` is a Hugging Face folder and `foreign` is False."""
         at_best = name.endswith(BEST) and not Path(name).exists()
         path = find_run(name.removesuffix(BEST) if at_best else name)
         if at_best:
@@ -74,7 +74,7 @@ class WeightsFolder:
         if config.exists() or (path / portable.WEIGHTS_FILE).exists():
             is_foreign = config.exists() and "model_type" in portable.read_json(config)
             if is_foreign and not foreign:
-                raise UsageError(f"{path}: import it: python -m scripts.import_weights {path} OUT")
+                raise UsageError(f"import {path}: python -m scripts.import_weights {path} OUT")
             return cls(path, tokenizer_in(path), is_foreign)
         path = find_checkpoint(path)
         run = checkpoint.run_of(path)
@@ -109,7 +109,7 @@ class WeightsFolder:
         return weights
 
     def sha256(self) -> str:
-        """Return a hash of shape and weights that does not depend on the file format."""
+        """Return a hash of shape and weights. The hash does not depend on the file format."""
         weights = self.checked_tensors()
         digest = hashlib.sha256(json.dumps(self.config().shape(), sort_keys=True).encode())
         for name in sorted(weights):
@@ -123,20 +123,20 @@ class WeightsFolder:
 
 
 def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
-    """Load a model and its tokenizer; `name` is as in `WeightsFolder.find`.
+    """Load a model by `load`, and its tokenizer; `name` is as in `WeightsFolder.find`.
     Raises UsageError or ConfigError if files are missing, damaged, or do not match."""
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
-    pieces, room = trained.tokenizer.vocab_size, trained.model.config.vocab_size
-    if pieces > room:
-        raise DataError(f"{folder.tokenizer} has {pieces} pieces, {folder.path} only {room}")
+    pieces, size = trained.tokenizer.vocab_size, trained.model.config.vocab_size
+    if pieces > size:
+        raise DataError(f"{folder.tokenizer} has {pieces} pieces, the model has only {size}")
     return trained
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, else the newest undamaged one of the run `path`.
-    Raises UsageError if there is none."""
+    """Return `path` if it is a checkpoint, else the newest undamaged checkpoint of the run `path`.
+    Raises UsageError if the checkpoint or all checkpoints are damaged, or if there is none."""
     if (path / checkpoint.STATE).exists():
         if problem := checkpoint.damage(path):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
@@ -146,4 +146,4 @@ def find_checkpoint(path: Path) -> Path:
         return newest
     if problems:
         raise UsageError(f"every checkpoint of {path} is damaged: {', '.join(problems.values())}")
-    raise UsageError(f"{path} has neither {portable.WEIGHTS_FILE} nor checkpoints")
+    raise UsageError(f"{path} contains neither {portable.WEIGHTS_FILE} nor checkpoints")

@@ -13,13 +13,13 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_main_process
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
-# Compiling shortens a run of at least this many model FLOPs per process. The CPU's value is
-# measured (docs/performance.md), the GPU's is a guess: 150 s at 200 TFLOP/s.
+# Compiling shortens a run of at least this many model FLOPs per process. The value for a CPU is
+# measured (docs/performance.md). The value for a GPU is a guess: 150 s at 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
 def should_compile(wanted: str, run_flops: float, device: torch.device) -> bool:
-    """Return whether a new run with --compile `wanted` compiles, if compiling works here."""
+    """Return whether a new run should compile; `obstacle` says if it can. `wanted`: --compile."""
     return wanted == "on" or (wanted == "auto" and run_flops >= WORTH_FLOPS[device.type])
 
 
@@ -36,22 +36,22 @@ class Compilation(NamedTuple):
 def decide_compilation(
     wanted: str, recorded: bool | None, run_flops: float, engine: Engine
 ) -> Compilation:
-    """Decide whether to compile, the same on every process. Every process must call this.
+    """Decide whether to compile. Every process must call this and gets the same decision.
 
-    `wanted` is --compile. `recorded` says if a resumed run was compiled (None: new run). "auto"
-    keeps this choice, because compiled kernels round differently. `run_flops` counts model FLOPs.
-    Raises UsageError if --compile is on, but compiling fails here.
+    `wanted` is --compile. `recorded` says if a resumed run was compiled (None: a new run). "auto"
+    keeps this choice if it can, because compiled kernels round differently. `run_flops` counts
+    model FLOPs per process. Raises UsageError if --compile is on, but compiling fails here.
     """
     device = engine.accelerator.device
     if wanted == "off":
         return Compilation(False, "--compile off")
     why = None
-    if engine.divides_model:  # torch.compile takes gathered weights for new and compiles again
-        why = "under ZeRO-3 it costs more than it gains"
+    if engine.divides_model:  # torch.compile would compile again when weights are gathered again
+        why = "under ZeRO-3 compiling takes more time than it saves"
     elif recorded is False:
-        why = "as before the run was stopped"
+        why = "the run was not compiled before it was stopped"
     elif recorded is None and not should_compile(wanted, run_flops, device):
-        why = "the run is too short to gain back the time to compile"
+        why = "in so short a run compiling takes more time than it saves"
     if wanted == "auto" and why:
         return Compilation(False, f"{why}; --compile on forces it")
     reason = on_main_process(engine, lambda: obstacle(device))
@@ -67,9 +67,9 @@ def compile_blocks(model: Transformer) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
     # PyTorch warns about the rotation table, which the model reads as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
-    # DDP would split graphs where its buckets end. A block is small enough to be one graph.
+    # torch.compile would split graphs where DDP's buckets end. A block is small: keep it whole.
     torch._dynamo.config.optimize_ddp = False
-    torch._dynamo.config.recompile_limit += 8  # several models share one limit
+    torch._dynamo.config.recompile_limit += 8  # several models share this limit
     for module in (*model.layers, model.norm, model.token_loss):
         module.compile(dynamic=False)
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from common.errors import UsageError, reason
 from training.arguments import TrainingArguments
 
-# Values for "auto" in "zero_optimization" where no flag decides; ds_config.json has the same.
+# Values for "auto" in "zero_optimization" where no flag decides (the first two: ds_config.json).
 AUTO_DEFAULTS = {
     "overlap_comm": True,
     "allgather_bucket_size": 50_000_000,
     "stage3_gather_16bit_weights_on_model_save": False,
 }
-# Formulas for "auto" in "zero_optimization": numbers of elements by the model's width. The
+# Formulas for "auto" in "zero_optimization": numbers of elements, from the model's width. The
 # Hugging Face Trainer uses the same formulas (transformers/integrations/deepspeed.py).
 BY_WIDTH = {
     "reduce_bucket_size": lambda dim: dim * dim,
@@ -27,8 +27,8 @@ BY_WIDTH = {
     "stage3_param_persistence_threshold": lambda dim: 10 * dim,
 }
 ADAM_EPS = 1e-8
-# The next two tables: prefix of a section → its keys, separated by spaces.
-# All keys that have an effect. DeepSpeed itself checks the sections that are not listed.
+# The next two tables: prefix of a section → keys of this section, separated by spaces.
+# KNOWN has all keys with an effect. DeepSpeed itself checks the sections that are not listed.
 KNOWN = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
     "gradient_clipping gradient_allreduce_op gradient_predivide_factor prescale_gradients "
@@ -55,21 +55,21 @@ REFUSED = {
     "stage3_gather_fp16_weights_on_model_save cpu_offload_use_pin_memory",
     "zero_optimization.offload_optimizer.": "super_offload",
 }
-# Keys of "zero_optimization" that need stage 3, besides those that begin with "stage3_".
+# Keys that need stage 3, in addition to all keys of "zero_optimization" that begin with "stage3_".
 ONLY_STAGE_3 = (
     "leaf_module memory_efficient_linear offload_param override_module_apply sub_group_size "
     "zero_hpz_partition_size"
 )
 # DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → the values of --lr_schedule.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
-IGNORED = ("warmup_type", "last_batch_iteration")  # accepted without effect; FOLLOWED become flags
-ONLY_ZERO = ("warmup_min_lr", "warmup_min_ratio")  # the warm-up here is linear and begins at 0
+FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")  # become flags
+IGNORED = ("warmup_type", "last_batch_iteration")  # accepted, but they have no effect
+ONLY_ZERO = ("warmup_min_lr", "warmup_min_ratio")  # must be 0 or "auto": our warm-up begins at 0
 
 
 def read_config(path: str) -> dict:
-    """Return the contents of a DeepSpeed file.
-    The path "none" means the flags of `accelerate launch` instead of a file.
+    """Return the contents of the DeepSpeed file `path`.
+    If `path` is "none", return the configuration from the flags of `accelerate launch`.
     Raises UsageError if the file cannot be read, or is not a DeepSpeed configuration."""
     if path == "none":
         from accelerate.utils import DeepSpeedPlugin  # importing it takes seconds
@@ -90,11 +90,11 @@ def file_of(args: TrainingArguments) -> str:
 
 
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
-    """Return a copy of the configuration, with "auto" filled by the flags.
+    """Return a copy of the configuration in which the flags replace "auto".
 
-    "scheduler" is left out, see `take_schedule`. An "auto" for `fill_by_width` remains.
-    `source` names the configuration in messages.
-    Raises UsageError, with a list, if values are contradictory, without effect or not fillable.
+    `take_schedule` handles "scheduler", so the copy does not have it. The copy keeps each "auto"
+    that `fill_by_width` replaces. `source` names the configuration in messages.
+    Raises UsageError, which lists every contradiction, key without effect, and other problem.
     """
     config = json.loads(json.dumps(config))  # a copy
     zero = config["zero_optimization"]
@@ -107,7 +107,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     problems += refusals_of_deepspeed(config)
     if problems:
         raise UsageError(f'{source}: {"; ".join(problems)} ("auto" takes the flag\'s value)')
-    if world_size == 1:  # DeepSpeed would wait for the GPU, with no communication to overlap
+    if world_size == 1:  # no communication to overlap, but DeepSpeed would wait for the GPU
         zero["overlap_comm"] = False
     # DeepSpeed's throughput timer would wait for the GPU at every forward pass.
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
@@ -120,10 +120,10 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
 
 
 def refuse_keys(config: dict) -> list[str]:
-    """Remove keys of REFUSED that are switched off; return a message for every key to remove."""
+    """Delete keys of REFUSED that are switched off; return a message for each other problem."""
     problems = []
     aio = config.get("aio") or {}
-    if "thread_count" in aio:  # the old name, which DeepSpeed's guides still use
+    if "thread_count" in aio:  # an old name, which DeepSpeed's guides still use
         aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
     for prefix, keys in REFUSED.items():
         section = _section(config, prefix)
@@ -153,7 +153,7 @@ def _is_off(value) -> bool:
 
 
 def _check_stage(config: dict) -> Iterator[str]:
-    """Yield a message for every value that does not work at this stage of ZeRO."""
+    """Yield a message for every value that does not work at the configuration's stage of ZeRO."""
     zero = config["zero_optimization"]
     stage = zero.get("stage")
     if stage not in (1, 2, 3):
@@ -161,7 +161,7 @@ def _check_stage(config: dict) -> Iterator[str]:
     if None in nvme_folders(config):
         yield '"device": "nvme" needs "nvme_path", a folder'
     if _section(config, "zero_optimization.offload_optimizer.").get("ratio", 1) != 1:
-        yield 'remove "ratio" of "offload_optimizer": checkpoints would miss some of its state'
+        yield 'remove "ratio" of "offload_optimizer": checkpoints would miss optimizer state'
     if stage not in (1, 2):
         if offload_device(config, "param") == "nvme" and zero.get("stage3_max_reuse_distance", 1):
             yield 'parameters on NVMe need "stage3_max_reuse_distance": 0'
@@ -175,7 +175,7 @@ def _check_stage(config: dict) -> Iterator[str]:
 
 
 def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> list[str]:
-    """Fill "auto" and missing values; return a message for every contradiction.
+    """Fill "auto" and missing values from the flags; return a message for every contradiction.
     Accelerate would leave some values out, and clip gradients at 1.0 whatever the flags say."""
     problems = []
     batch = "--batch_size × --accumulation_steps × processes"
@@ -191,7 +191,7 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         if config["optimizer"].setdefault("type", "AdamW") not in ("Adam", "AdamW"):
             problems.append('the optimizer must be Adam or AdamW; or remove "optimizer"')
         if config["optimizer"].get("params", {}).get("adam_w_mode") is False:
-            problems.append('"adam_w_mode": false is another decay than AdamW\'s: remove it')
+            problems.append('remove "adam_w_mode": false, which is not the weight decay of AdamW')
         wanted |= {
             "optimizer.params.lr": ("--learning_rate", args.learning_rate),
             "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
@@ -209,19 +209,19 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
     zero = config["zero_optimization"]
     zero |= {key: value for key, value in AUTO_DEFAULTS.items() if zero.get(key) == "auto"}
     if config["bf16"].get("check_grad_overflow") is False:
-        problems.append('"check_grad_overflow": false would let NaN into the weights')
+        problems.append('remove "check_grad_overflow": false, it would let NaN into the weights')
     for key in _autos(config):
         if key.removeprefix("zero_optimization.") not in BY_WIDTH:
-            problems.append(f'"{key}": "auto" cannot be filled in here, write a value')
+            problems.append(f'"{key}": "auto" is not replaced by a flag here, write a value')
     return problems
 
 
 def take_schedule(
     config: dict | None, args: TrainingArguments, source: str = "the DeepSpeed file"
 ) -> tuple[TrainingArguments, str | None, list[str]]:
-    """Return the arguments with the file's schedule, a sentence for the start block, and a message
-    for every contradiction, which `resolve` raises.
-    Without a "scheduler" the default is a cosine, and there is no sentence.
+    """Return the arguments with the file's schedule, a sentence for the summary at the start of the
+    run, and a message for every contradiction, which `resolve` raises as an error.
+    Without a "scheduler" the default is a cosine, and the sentence is None.
     """
     section = (config or {}).get("scheduler")
     if section is None:
@@ -250,7 +250,7 @@ def take_schedule(
         elif value not in ("auto", typed):
             problems.append(f'"scheduler" says --{flag} {value}, the flags say {typed}')
     if "max_steps" in values and args.epochs != type(args).epochs:
-        problems.append(f'"total_num_steps" and --epochs {args.epochs} both set the steps')
+        problems.append(f'"total_num_steps" and --epochs {args.epochs} both set the step count')
     said = " ".join(f"--{flag} {value}" for flag, value in values.items())
     note = f"{kind} of {source} is {said}; the warm-up is linear here"
     return replace(args, **values), note, problems
@@ -263,7 +263,7 @@ def fill_by_width(config: dict, dim: int) -> None:
 
 
 def offload_device(config: dict | None, what: str) -> str | None:
-    """Return where the "optimizer" or "param" is offloaded to: "cpu", "nvme" or None."""
+    """Return where `what` ("optimizer" or "param") is offloaded to: "cpu", "nvme" or None."""
     zero = config["zero_optimization"] if config else {}
     device = (zero.get(f"offload_{what}") or {}).get("device", "none")
     return None if device == "none" else device
@@ -280,7 +280,7 @@ def refusals_of_deepspeed(config: dict) -> Iterator[str]:
     """Yield a one-line message if DeepSpeed rejects the configuration."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    # DeepSpeed would compare the global batch with a number of processes that it cannot know yet.
+    # DeepSpeed would check the global batch, but does not know the number of processes yet.
     config = json.loads(json.dumps(config | {"train_batch_size": None}))
     try:
         DeepSpeedConfig(config)

@@ -11,9 +11,9 @@ from training.engine.main_process import on_every_process
 
 
 def partitioned_while_built(engine: Engine) -> AbstractContextManager:
-    """Return a context for building a model. Under ZeRO-3 it divides each layer as soon as the
+    """Return a context in which to build a model. Under ZeRO-3 it divides each layer as soon as the
     layer exists. The initial weights are the same as under the other engines. DeepSpeed's own
-    context would draw them in 16 bits on the GPU, with other random numbers."""
+    context would draw these weights in --dtype on the GPU, with other random numbers."""
     if not engine.divides_model:
         return nullcontext()
     from deepspeed.runtime.zero.partition_parameters import Init  # importing it takes seconds
@@ -28,7 +28,7 @@ def partitioned_while_built(engine: Engine) -> AbstractContextManager:
 
 
 def set_up_deepspeed(engine: Engine) -> None:
-    """Lock folders on NVMe and compile operations. Every process must call this.
+    """Lock NVMe folders and compile DeepSpeed's operations. Every process must call this.
     Raises UsageError if a folder cannot be used, or if an operation cannot be compiled."""
 
     def attempt() -> None:
@@ -43,7 +43,7 @@ def set_up_deepspeed(engine: Engine) -> None:
 
 
 def claim(folder: Path) -> None:
-    """Lock an NVMe folder for this run: DeepSpeed's files have the same names in every run."""
+    """Lock an NVMe folder for this run, because all runs use the same file names there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder / "lock", otherwise='"nvme_path"')
@@ -56,10 +56,10 @@ def needed_operations(config: dict) -> list[str]:
     names = []
     offload = offload_device(config, "optimizer")
     if "optimizer" in config:
-        own_adam = not config["optimizer"]["params"].get("torch_adam")
-    else:  # with offload, Accelerate replaces the script's AdamW by DeepSpeed's CPU version
-        own_adam = offload and config.get("zero_force_ds_cpu_optimizer", True)
-    if own_adam:
+        deepspeed_adam = not config["optimizer"]["params"].get("torch_adam")
+    else:  # with offload, Accelerate replaces our AdamW by DeepSpeed's version for the CPU
+        deepspeed_adam = offload and config.get("zero_force_ds_cpu_optimizer", True)
+    if deepspeed_adam:
         names.append("CPUAdamBuilder" if offload else "FusedAdamBuilder")
     if nvme_folders(config):
         names += ["PinMemoryBuilder", "AsyncIOBuilder"]

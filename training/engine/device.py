@@ -19,8 +19,8 @@ from model.attention import takes_grouped_heads
 
 GIB = 2**30
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
-# Parts of a GPU's name → its TFLOP/s in each of PRECISIONS, for dense matrix products with sums in
-# fp32, from the manufacturers' data sheets. The first match counts, so longer names stand first.
+# Parts of GPU names → TFLOP/s of the GPU in each of PRECISIONS, for dense matrix products with sums
+# in fp32, from the manufacturers' data sheets. The first match counts, so longer names stand first.
 PEAKS = {
     "GB200": (2500, 2500, 1250, 80),
     "B300, B200": (2250, 2250, 1125, 75),
@@ -47,12 +47,12 @@ PEAKS = {
     "RTX 3090": (71, 71, 35.6, 35.6),
     "MI300X": (1307, 1307, 653.7, 163.4),
 }
-# Words beside a name of PEAKS that mean another device: a laptop chip, a variant, a MIG slice.
+# Words that, next to a name of PEAKS, mean another device: a laptop chip, a variant, a MIG slice.
 RELATIVES = {"Laptop", "D", "Ti", "SUPER", "MIG"}
-# The keys are the values of torch.nn.attention.SDPBackend.
+# The keys are values of torch.nn.attention.SDPBackend.
 KERNELS = {1: "flash attention", 2: "memory-efficient attention", 3: "cuDNN attention"}
-KERNELS[0] = "all T × T scores: no fused kernel of PyTorch takes these shapes here"
-# M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of glibc's malloc.h.
+KERNELS[0] = "all T × T scores: PyTorch has no fused kernel for these shapes here"
+# The keys are M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of glibc's malloc.h.
 KEEP_FREED = {-4: 0, -1: -1, -2: 256 * 2**20}
 
 
@@ -88,7 +88,7 @@ def has_bf16() -> bool:
 
 
 def matrix_precision(mixed_precision: str) -> str:
-    """Return the precision of matrix products, one of PRECISIONS."""
+    """Return the precision of matrix products, one of PRECISIONS; "no" means fp32 or TF32."""
     if mixed_precision != "no":
         return mixed_precision
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
@@ -116,7 +116,7 @@ def peak_flops(name: str, precision: str) -> float | None:
 def mfu(
     tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int
 ) -> float | None:
-    """Return the model FLOPs utilization, a share of the peak; None without a peak."""
+    """Return the model FLOPs utilization, a share of the peak; None if the peak is unknown."""
     if peak is None:
         return None
     return tokens_per_second * flops_per_token / (peak * devices)
@@ -143,7 +143,7 @@ def attention_kernel(config: LMConfig, dtype: torch.dtype, device: torch.device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the largest memory that this process has used so far: on its GPU, or in RAM."""
+    """Return the most bytes that this process has used at any time: on its GPU, or in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -151,17 +151,17 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can use, including those that it uses now; None on a CPU
-    without /proc. The processes of a machine share its RAM, or the RAM of their container.
-    `processes` is their number. A launcher's LOCAL_WORLD_SIZE overrides it."""
+    """Return the bytes that this process can use, including the bytes that it uses now. Return None
+    on a CPU if there is no /proc. The `processes` processes of a machine share the RAM of the
+    machine or of their container. A launcher's LOCAL_WORLD_SIZE overrides `processes`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     meminfo, groups = Path("/proc/meminfo"), Path("/proc/self/cgroup")
     if not (meminfo.exists() and groups.exists()):
         return None
     free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024  # kB to bytes
-    own = Path("/sys/fs/cgroup", groups.read_text().partition("0::/")[2].strip())
-    for limit in (folder / "memory.max" for folder in (own, *own.parents)):
+    group = Path("/sys/fs/cgroup", groups.read_text().partition("0::/")[2].strip())
+    for limit in (folder / "memory.max" for folder in (group, *group.parents)):
         if limit.exists() and limit.read_text().strip() != "max":
             stat = limit.with_name("memory.stat").read_text().split()
             used = int(stat[stat.index("anon") + 1])  # memory in use, without caches
@@ -172,9 +172,9 @@ def available_memory(device: torch.device, processes: int) -> int | None:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's allocator keep freed memory; return False without glibc.
-    By default glibc gives large blocks back to the system. Each page of the next block is then a
-    page fault, which took a third of the time on a CPU (docs/performance.md)."""
+    """Make glibc's allocator keep freed memory; return False if this is not possible.
+    By default glibc gives large blocks back to the system. Each page of the next block then causes
+    a page fault. These page faults took a third of the time on a CPU (docs/performance.md)."""
     libc = ctypes.CDLL(None)
     if sys.platform != "linux" or not hasattr(libc, "gnu_get_libc_version"):
         return False
@@ -183,12 +183,12 @@ def keep_freed_memory() -> bool:
 
 def use_all_cores() -> None:
     """Divide this machine's cores among its processes, unless the user has set OMP_NUM_THREADS.
-    Launchers set it to 1 for their processes. The launcher's own environment then tells whether
-    the user has set it."""
+    Launchers set OMP_NUM_THREADS to 1 for their processes. In this case the environment of the
+    launcher process tells whether the user has set the variable."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
         threads = None
-        with suppress(psutil.Error, AttributeError):  # no parent, or another user's
+        with suppress(psutil.Error, AttributeError):  # no parent process, or another user's
             threads = psutil.Process().parent().environ().get("OMP_NUM_THREADS")
     if threads is None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

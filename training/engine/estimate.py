@@ -1,10 +1,10 @@
 """Estimate the memory of a training process, and the bytes that it sends, under each engine.
 
-Bytes per parameter in fp32: 4 for the weight, 4 for the gradient, 8 for AdamW's moments. In 16 bits
-DeepSpeed holds a weight of 2 bytes, and the optimizer an fp32 copy of 4. ZeRO-1 divides this copy
-and the moments among the processes, ZeRO-2 also the sums of gradients, ZeRO-3 also the weights
-(Rajbhandari et al., https://arxiv.org/abs/1910.02054). On a CPU the estimate is within 20% of the
-memory in use (docs/engines.md). On a GPU it has not been measured, and `fits` adds a margin.
+Bytes per parameter in fp32: 4 for the weight, 4 for the gradient, 8 for AdamW's moments. Under
+DeepSpeed a weight in 16 bits has 2 bytes, and the optimizer holds a copy in fp32 (4 bytes). ZeRO-1
+divides this copy and the moments among the processes, ZeRO-2 also the sums of gradients, ZeRO-3
+also the weights (Rajbhandari et al., https://arxiv.org/abs/1910.02054). On a CPU the estimate is
+within 20% of the measured memory (docs/engines.md). A GPU was not measured; `fits` adds a margin.
 """
 
 from bisect import bisect_right
@@ -21,29 +21,29 @@ from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import BY_WIDTH, offload_device, read_config
 from training.engine.device import GIB
 
-GPU, CPU, NVME = "gpu", "cpu", "nvme"  # places of tensors
-OVERHEAD = GIB  # Python, PyTorch and its workspaces
+GPU, CPU, NVME = "gpu", "cpu", "nvme"  # where tensors can be
+OVERHEAD = GIB  # bytes of Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # factor for activations and buffers on a GPU
 CPU_KEEPS = 1.5  # factor for activations on a CPU: some freed blocks fit no later tensor
-CPU_COPIES, CPU_COPIES_3 = 7, 9  # copies of the weights on a CPU: at stages 1 and 2; at stage 3
+CPU_COPIES, CPU_COPIES_3 = 7, 9  # copies of weights on a CPU: at stages 1 and 2; at stage 3
 NVME_BUFFERS = 5 * 50_000_000  # elements in RAM, as in configs/zero_infinity.json
 LARGEST_BATCH = 4096  # sequences in the largest micro-batch that is tried
-# NAME of configs/NAME.yaml → its DeepSpeed file, in the order in which to try the engines.
+# Engines in the order in which to try them: NAME of configs/NAME.yaml → DeepSpeed file.
 NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero_infinity")
 FILES = {name: f"configs/{name}.json" for name in NAMES} | {"zero2": "ds_config.json"}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings of an engine that decide memory and traffic. Sizes are in elements."""
+    """The settings of an engine that decide memory and bytes sent. Sizes count elements."""
 
-    config: str = ""  # configs/NAME.yaml, or "" if there is none
+    config: str = ""  # NAME of configs/NAME.yaml, or "" if there is no such file
     stage: int | None = None  # ZeRO's stage; None for DDP and for a single process
     optimizer_on: str = GPU  # GPU, CPU or NVME
     parameters_on: str = GPU  # GPU; at stage 3 also CPU or NVME
-    fp32_sums: bool = True  # whether gradients are summed in fp32
-    reduce_bucket: int = 500_000_000  # gradients that are exchanged at once
-    reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again within this distance
+    fp32_sums: bool = True  # True if gradients are summed in fp32
+    reduce_bucket: int = 500_000_000  # elements of gradients that are exchanged at once
+    reuse_distance: int = 10**9  # ZeRO-3 keeps weights whose next use is within this distance
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class Kind:
 
     @property
     def takes_muon(self) -> bool:
-        """True if Muon can run: the optimizer is on the device, and matrices are not divided."""
+        """True if Muon can run: the optimizer is not offloaded, and matrices are not divided."""
         return self.stage != 3 and self.optimizer_on == GPU
 
 
@@ -67,8 +67,8 @@ DDP = Kind("ddp")
 
 
 def kind_of(config: dict | None, dim: int = 0) -> Kind:
-    """Return the engine of a DeepSpeed configuration, or DDP for None.
-    `dim` is the model's width, which decides a bucket size of "auto"."""
+    """Return the engine of a DeepSpeed configuration, or DDP if `config` is None.
+    `dim` is the model's width, which decides the size of a bucket that is "auto"."""
     if config is None:
         return DDP
     zero = config["zero_optimization"]
@@ -95,15 +95,15 @@ def engines(dim: int) -> tuple[Kind, ...]:
 
 
 class TeacherInMemory(NamedTuple):
-    """A teacher, which is in memory beside its student."""
+    """A distillation teacher, which is in memory together with its student."""
 
     shapes: Transformer  # on the meta device
-    kind: Kind  # the engine that divides the teacher's weights
+    kind: Kind  # the engine of the teacher; its weights are divided only at stage 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work of a process in one optimizer step."""
+    """The model and the settings of one optimizer step of a process."""
 
     args: TrainingArguments
     shapes: Transformer  # the trained model with its adapters, on the meta device
@@ -127,20 +127,20 @@ class Workload:
 
     @property
     def total(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return self.shapes.num_parameters()
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained: all of them, or those of adapters."""
+        """Number of trained parameters: all parameters, or only those of adapters."""
         return sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
 
 
 class Estimate(NamedTuple):
-    """Bytes of one process. The first three are on the GPU, or in RAM if the process uses none."""
+    """Bytes of one process. Held, teacher and working are on its GPU, or in RAM without a GPU."""
 
     held: int  # weights, gradients and optimizer state
-    teacher: int
+    teacher: int  # weights of a distillation teacher
     working: int  # the peak of activations, logits and buffers
     ram: int  # offloaded to RAM
     nvme: int  # offloaded to NVMe
@@ -152,17 +152,17 @@ class Estimate(NamedTuple):
 
 
 def estimate(kind: Kind, work: Workload) -> Estimate:
-    """Return the memory and traffic of one process under an engine."""
+    """Return the memory of one process under an engine, and the bytes that it sends."""
     if work.on_cpu:  # offloaded tensors stay in the same RAM
         kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
     n, t, h = work.total, work.trained, work.itemsize
     share = 1 / work.processes
     moments = 8 * t
-    if work.args.optimizer == "muon":  # a matrix of a block has one moment, with AdamW two
+    if work.args.optimizer == "muon":  # per matrix of a block Muon has one moment, AdamW two
         layers = work.shapes.layers.parameters()
         moments -= 4 * sum(p.numel() for p in layers if p.requires_grad and p.dim() == 2)
     weights, gradients, optimizer = 4 * t + h * (n - t), 4 * t, moments
-    if kind.stage:  # formulas: docstring of this file
+    if kind.stage:  # for the formulas see the docstring of this file
         weights = h * n * (share if kind.stage == 3 else 1)
         gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
         optimizer = (4 * t + moments) * share
@@ -194,7 +194,7 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
 def _buffers(kind: Kind, work: Workload) -> float:
     """Return the bytes of the buffers for the exchange of gradients and weights."""
     n, t, h = work.total, work.trained, work.itemsize
-    if kind.stage is None:  # DDP needs buckets besides its sums if it accumulates gradients
+    if kind.stage is None:  # with accumulation DDP needs buckets in addition to its sums
         return 4 * t if work.processes > 1 and work.args.accumulation_steps > 1 else 0
     if work.on_cpu:
         return h * n * (CPU_COPIES_3 if kind.stage == 3 else CPU_COPIES)
@@ -214,11 +214,11 @@ def _gathered(kind: Kind, shapes: Transformer) -> int:
 
 def _activations(kind: Kind, work: Workload) -> float:
     """Return the peak bytes of activations and logits of a micro-batch.
-    These are the tensors that autograd saves in model/ (compiled code saves fewer), and the
-    temporary tensors of one block or of the loss."""
+    They consist of the tensors of model/ that autograd saves (compiled code saves fewer), and of
+    the temporary tensors of one block or of the loss."""
     config, h = work.config, work.itemsize
     compiled = work.compiled and kind.stage != 3
-    # On a GPU this assumes that PyTorch has a fused attention kernel.
+    # For a GPU the next line assumes that PyTorch has a fused attention kernel.
     keeps_scores = not config.use_flash_attn or (work.on_cpu and config.dropout > 0)
     # Bytes per token that autograd saves:
     norm = (2 * h if compiled else 8 + h) * config.dim  # input (fp32, scaled) and output
@@ -235,7 +235,7 @@ def _activations(kind: Kind, work: Workload) -> float:
     block = 2 * norm + attention + scores + feed_forward
     kept = config.n_layers * block + norm  # with the final norm
     if work.args.gradient_checkpointing != "off":
-        inputs = 4 if work.on_cpu else 1  # on a CPU, memory between the inputs stays unused
+        inputs = 4 if work.on_cpu else 1  # on a CPU, memory between two inputs stays unused
         kept = inputs * config.n_layers * h * config.dim + block + norm
         if work.args.gradient_checkpointing == "selective" and not keeps_scores:
             kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)
@@ -246,7 +246,7 @@ def _activations(kind: Kind, work: Workload) -> float:
     logits *= 2 * h if compiled else 12  # with log-probabilities and gradients
     if work.teacher:  # logits of both models, a gradient, and copies of a chunk
         logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
-    squares = 20 * config.n_heads * config.max_seq_len if keeps_scores else 0  # five T × T, in fp32
+    squares = 20 * config.n_heads * config.max_seq_len if keeps_scores else 0  # five T × T in fp32
     at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim + squares)  # in one block
     if work.on_cpu:  # gradients of a block do not reuse the freed memory of the logits
         return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
@@ -256,9 +256,9 @@ def _activations(kind: Kind, work: Workload) -> float:
 def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to the others in an optimizer step.
 
-    In a ring of P processes each sends (P - 1) / P of the gathered or scattered bytes, and twice as
-    much for an all-reduce. DDP and ZeRO-1 exchange gradients once per step, ZeRO-2 and 3 in each
-    micro-batch. ZeRO-1 and 2 gather weights once per step, ZeRO-3 in forward and backward.
+    In a ring of P processes each process sends (P - 1) / P of the gathered or scattered bytes, and
+    twice as much for an all-reduce. DDP and ZeRO-1 exchange gradients once per step, ZeRO-2 and 3
+    in each micro-batch. ZeRO-1 and 2 gather weights once per step, ZeRO-3 in forward and backward.
     """
     n, t, h = work.total, work.trained, work.itemsize
     ring = (work.processes - 1) / work.processes
@@ -268,21 +268,21 @@ def _sent(kind: Kind, work: Workload) -> float:
     if kind.stage < 3:
         return ring * h * t * (2 * (micro_batches if kind.stage == 2 else 1) + 1)
     gathered = 2 * n - min(n, kind.reuse_distance // 2)
-    scattered = 2 * t if work.on_cpu else t  # gloo scatters by an all-reduce
+    scattered = 2 * t if work.on_cpu else t  # instead of a reduce-scatter, gloo runs an all-reduce
     return ring * h * micro_batches * (scattered + gathered)
 
 
-def fits(kind: Kind, work: Workload, room: int) -> bool:
-    """Return whether a process needs at most `room` bytes, with a margin."""
+def fits(kind: Kind, work: Workload, memory: int) -> bool:
+    """Return whether a process needs at most `memory` bytes, including a margin on a GPU."""
     expected = estimate(kind, work)
     working = expected.working * (1 if work.on_cpu else MARGIN)
-    return expected.held + expected.teacher + working + OVERHEAD <= room
+    return expected.held + expected.teacher + working + OVERHEAD <= memory
 
 
-def largest_batch(kind: Kind, work: Workload, room: int) -> int:
-    """Return the largest --batch_size with which a process needs at most `room` bytes, or 0."""
+def largest_batch(kind: Kind, work: Workload, memory: int) -> int:
+    """Return the largest --batch_size with which a process `fits` into `memory` bytes, or 0."""
 
     def is_too_large(size: int) -> bool:
-        return not fits(kind, replace(work, args=replace(work.args, batch_size=size)), room)
+        return not fits(kind, replace(work, args=replace(work.args, batch_size=size)), memory)
 
     return bisect_right(range(1, LARGEST_BATCH + 1), False, key=is_too_large)

@@ -1,4 +1,4 @@
-"""Report two failures of training in one line: out of memory, or another process has ended."""
+"""Report two failures of training in one line: out of memory, or a process does not answer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ SILENT = ("Connection timed out", "Timed out waiting")
 
 
 def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
-    """Return advice: the flags with which the same run needs less memory."""
+    """Return advice: the flags that reduce the memory of a run."""
     ways = ["a smaller --batch_size with larger --accumulation_steps", "a shorter --max_seq_len"]
     if args.gradient_checkpointing != "blocks":
         ways.append("--gradient_checkpointing blocks")
@@ -24,7 +24,7 @@ def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
 
 @contextmanager
 def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
-    """Turn two kinds of failure in this context into one line.
+    """Turn two kinds of failure in this context into an error of one line.
     Raises UsageError if memory ran out, or if another process ended or does not answer."""
     try:
         yield
@@ -33,7 +33,7 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
         sentences = text.split(". ")
         if isinstance(error, MemoryError) or any(part in text for part in OUT_OF_MEMORY):
             advice = less_memory(args, model_settings.get("use_flash_attn", True))
-            # The first three sentences give sizes, the others explain settings of PyTorch.
+            # PyTorch's first three sentences give sizes. The others explain its settings.
             sizes = ". ".join(sentences[:3]) or "MemoryError"
             raise UsageError(
                 f"out of memory with --batch_size {args.batch_size} --accumulation_steps "

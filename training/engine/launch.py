@@ -23,24 +23,24 @@ from training.engine.deepspeed_config import file_of, fill_by_width, read_config
 from training.engine.device import has_bf16, keep_freed_memory, require_usable_gpu, use_all_cores
 from training.engine.estimate import Kind, kind_of
 
-# Objects with a process group. They are kept, because a group of gloo that is deleted waits for its
-# thread, the thread may wait for the interpreter's lock, and the process would never end.
+# Objects with a process group. They must never be deleted: deleting a group of gloo waits for the
+# group's thread, this thread may wait for the interpreter's lock, and the process would hang.
 KEPT: list = []
 # A library calls a deprecated function of another library. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-# DeepSpeed warns of "untested" optimizers. Our tests run our optimizers under DeepSpeed.
+# DeepSpeed warns about "untested" optimizers. Our tests run our optimizers under DeepSpeed.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "untested" not in record.getMessage())
 
 
 @dataclass
 class Engine:
-    """The processes that train a model. Several models have one engine each and share processes."""
+    """The processes that train a model. If several models train, each has an engine."""
 
     accelerator: Accelerator
-    name: str  # for the start block, e.g. "DeepSpeed ZeRO-2"
+    name: str  # for the summary at the start, e.g. "DeepSpeed ZeRO-2"
     deepspeed: dict | None  # the configuration that DeepSpeed gets; None without DeepSpeed
-    plugin: str | None = None  # the key of this configuration in Accelerate's state
-    cpu_group: ProcessGroup | None = None  # for exchanges without a GPU; None: one process
+    plugin: str | None = None  # key of the DeepSpeed configuration in Accelerate's state
+    cpu_group: ProcessGroup | None = None  # a group of gloo; None if there is one process
 
     @property
     def kind(self) -> Kind:
@@ -60,7 +60,7 @@ class Engine:
         return self.accelerator.is_main_process
 
     def set_accumulation(self, steps: int) -> None:
-        """Change the micro-batches per step. Call it before Accelerate's `prepare`."""
+        """Change the number of micro-batches per step. Call this before `accelerator.prepare`."""
         self.accelerator.gradient_accumulation_steps = steps
         if self.deepspeed is not None:
             micro_batch = self.deepspeed["train_micro_batch_size_per_gpu"]
@@ -68,7 +68,7 @@ class Engine:
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
 
     def fit_to(self, dim: int, n_parameters: int) -> None:
-        """Set the sizes that depend on the model. Call this before `accelerator.prepare`."""
+        """Set DeepSpeed sizes that depend on the model. Call this before `accelerator.prepare`."""
         if self.deepspeed is not None:
             fill_by_width(self.deepspeed, dim)
             zero = self.deepspeed["zero_optimization"]
@@ -87,7 +87,7 @@ class Engine:
 
 
 def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
-    """Return one engine for each model. All have the same precision and accumulation.
+    """Return one engine for each model. All models have the same precision and accumulation.
     Raises UsageError if launcher, DeepSpeed file, flags and machine contradict each other."""
     set_launch_variables(*models)
     set_gloo_interface()
@@ -106,7 +106,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     plugins = {}
     if deepspeed:
         plugins = {str(i): deepspeed_plugin(args) for i, args in enumerate(models)}
-        if len(models) > 1:  # ZeRO-3 would replace PyTorch's linear function for all of them
+        if len(models) > 1:  # ZeRO-3 would replace PyTorch's linear function for all models
             for plugin in plugins.values():
                 zero = plugin.deepspeed_config["zero_optimization"]
                 if zero["stage"] == 3:
@@ -114,7 +114,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         # The launcher may have set "auto", but Accelerate expects a number.
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
-            process_group.backend = "gloo"  # without it every rank would be rank 0 of 1
+            process_group.backend = "gloo"  # by default every rank would be rank 0 of 1
             skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # avoids a copy of gradients
@@ -154,8 +154,8 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
 def set_launch_variables(*models: TrainingArguments) -> None:
     """Set the environment variables that `accelerate launch` would set.
 
-    With several models, a model without --deepspeed uses the launcher's DeepSpeed file.
-    Raises UsageError if --deepspeed contradicts the launcher, or if a model has no file.
+    If several models train, a model without --deepspeed uses the launcher's DeepSpeed file.
+    Raises UsageError if --deepspeed contradicts the launcher, or if only some models have a file.
     """
     if "LOCAL_SIZE" in os.environ:  # the name that DeepSpeed's launcher uses
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
@@ -190,7 +190,7 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
-    """Raise UsageError if Accelerate would ignore a setting of the launcher."""
+    """Raise UsageError if a setting of the launcher would be ignored, or if GPUs are missing."""
     _check_flag("MIXED_PRECISION", args.mixed_precision, "--dtype")
     _check_flag("GRADIENT_ACCUMULATION_STEPS", args.accumulation_steps, "--accumulation_steps")
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
@@ -207,8 +207,8 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
 
 
 def _check_flag(name: str, value, source: str) -> None:
-    """Raise UsageError if a launcher's flag differs from the value in use.
-    `name` is the launcher's variable without "ACCELERATE_"."""
+    """Raise UsageError if a flag of the launcher differs from `value`, which `source` gives.
+    The launcher sets the environment variable "ACCELERATE_" + `name`."""
     launched = os.environ.get(f"ACCELERATE_{name}", "auto")
     same = launched in ("auto", "none", "no", str(value))
     if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
@@ -217,7 +217,7 @@ def _check_flag(name: str, value, source: str) -> None:
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
-    """Return Accelerate's plugin for the DeepSpeed file in use, filled by the flags.
+    """Return Accelerate's plugin for the DeepSpeed file in use, in which flags replace "auto".
     Raises UsageError if file, flags and launcher contradict each other."""
     file = file_of(args)
     source = "accelerate launch" if file == "none" else file
@@ -239,12 +239,12 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """Return the model without its wrapper. Accelerate's own function imports DeepSpeed."""
+    """Return the model without its wrapper. Accelerate's function would import DeepSpeed."""
     return getattr(model, "module", model)
 
 
 def skip_compiled_communication() -> None:
-    """Keep DeepSpeed from compiling an operation that only its own inference uses."""
+    """Prevent DeepSpeed from compiling an operation that only DeepSpeed's inference uses."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -252,7 +252,7 @@ def skip_compiled_communication() -> None:
 
 def set_gloo_interface() -> None:
     """Make gloo listen on the network interface that reaches the first machine.
-    By default gloo takes the address of the host name: 127.0.1.1 on Debian and Ubuntu."""
+    By default gloo uses the address of the host name, which is 127.0.1.1 on Debian and Ubuntu."""
     total = os.environ.get("WORLD_SIZE", "1")
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", total) == total
     if is_one_machine or "GLOO_SOCKET_IFNAME" in os.environ:

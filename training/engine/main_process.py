@@ -1,4 +1,4 @@
-"""Share decisions and errors among processes: an error of one process ends all processes."""
+"""Share decisions and errors among processes, so that an error of one process ends all."""
 
 import socket
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answ
 
 
 def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
-    """Call `attempt` on every process; return each process's own answer.
+    """Call `attempt` on every process; return the answer of this process.
     Every process must call this. Raises the UsageError or ConfigError that `attempt` raised on at
     least one process. The message names the ranks that failed, unless all failed."""
     if engine is None or engine.cpu_group is None:
@@ -46,7 +46,7 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
 
 
 def _tried(attempt: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
-    """Return (answer, None), or (None, the user's mistake that `attempt` raised)."""
+    """Return (answer, None), or (None, error) if `attempt` raised a UsageError or ConfigError."""
     try:
         return attempt(), None
     except (UsageError, ConfigError) as mistake:
@@ -54,7 +54,7 @@ def _tried(attempt: Callable[[], Answer]) -> tuple[Answer | None, Exception | No
 
 
 def require_the_same(engine: Engine, facts: dict) -> None:
-    """Raise UsageError if a process has other facts than rank 0. Every process must call this."""
+    """Raise UsageError if facts of a process differ from rank 0's. Every process must call this."""
     if engine.cpu_group is None:
         return
     everyone = _gather(engine, facts)
@@ -68,7 +68,7 @@ def require_the_same(engine: Engine, facts: dict) -> None:
 
 
 def _gather(engine: Engine, mine) -> list[tuple]:
-    """Return (object, host name) of every process, by rank."""
+    """Return (`mine`, host name) of every process, ordered by rank."""
     everyone = [None] * engine.processes
     pair = (mine, socket.gethostname())
     torch.distributed.all_gather_object(everyone, pair, group=engine.cpu_group)

@@ -15,7 +15,7 @@ class Part(NamedTuple):
     parameter: nn.Parameter
     in_parameter: slice  # place of these elements in the flattened parameter
     in_partition: slice  # place of these elements in this process's partition
-    numel: int
+    numel: int  # number of these elements
     split: bool  # whether the parameter lies on more than one process
 
 
@@ -28,13 +28,13 @@ class Partition(NamedTuple):
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the whole parameter; under ZeRO-3 its own `shape` is empty."""
+    """Return the shape of the whole parameter; under ZeRO-3 `parameter.shape` is empty."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContextManager:
-    """Return a context in which the parameters are whole. Every process must enter it.
-    With `writes`, all processes get the values that rank 0 wrote."""
+    """Return a context in which the parameters are whole. Every process must enter the context.
+    With `writes`, all processes get the values that rank 0 wrote in the context."""
     import deepspeed  # importing it takes seconds
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None)
@@ -42,8 +42,8 @@ def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContext
 
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
     """Yield the partitions of a DeepSpeed optimizer that this process updates. A partition on NVMe
-    is in memory until the next partition is requested. Set `writes` to change partitions. Under
-    ZeRO-3 this changes the model too, under ZeRO-1 and 2 it does not."""
+    is in memory until the next partition is requested. Set `writes` to change partitions. Then the
+    model changes too under ZeRO-3, but not under ZeRO-1 and 2."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _of_zero_3(zero, rank, writes)
     else:
@@ -52,7 +52,7 @@ def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
 
 def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
     """Yield one partition for each parameter group.
-    The parameters of a group lie end to end, and every process has an equal part of that line.
+    The flat parameters of a group form one long vector, and every process has an equal part of it.
     DeepSpeed's own table, `_hp_mapping`, is wrong with "round_robin_gradients"."""
     if hasattr(zero, "single_partition_of_fp32_groups"):
         partitions_fp32 = zero.single_partition_of_fp32_groups
@@ -65,12 +65,12 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
     layout = zip(partitions_fp32, groups, offsets, strict=True)
     for index, (fp32, group, group_offsets) in enumerate(layout):
         size = fp32.numel()  # the same on every process
-        here = rank * size  # where this process's partition begins in the line
+        here = rank * size  # where this process's partition begins in the vector
         parts = []
         for parameter, first in zip(group, group_offsets, strict=True):
             behind = first + parameter.numel()
             start = max(first, here)
-            end = max(start, min(behind, here + size))  # equals start if there is nothing here
+            end = max(start, min(behind, here + size))  # equals start if no element is here
             in_parameter = slice(start - first, end - first)
             in_partition = slice(start - here, end - here)
             split = first // size != (behind - 1) // size
@@ -79,7 +79,7 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """Yield one partition for each sub-group: "sub_group_size" elements of a group.
+    """Yield one partition for each sub-group, which has "sub_group_size" elements of a group.
     Every process has an equal share of each parameter; the last shares may contain padding."""
     if writes:
         zero._partition_all_parameters()  # some parameters may be gathered now
@@ -88,7 +88,7 @@ def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
         if on_nvme:
             zero._optimizer_states_and_gradient_swap_in(index)
         parts = []
-        here = 0  # where the parameter's share begins in the partition
+        here = 0  # where the share of the next parameter begins in the partition
         for parameter in group:
             share = parameter.partition_numel()  # with padding
             numel = shape_of(parameter).numel()
@@ -100,7 +100,7 @@ def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
             here += share
         fp32 = zero.fp32_partitioned_groups_flat[index]
         yield Partition(fp32, parts, zero.sub_group_to_group_id[index])
-        if writes:  # copies the values to the model, as DeepSpeed's own step does
+        if writes:  # copy the values to the model, as DeepSpeed's own step does
             zero._reassign_or_swap_out_partitioned_parameters(index)
         if on_nvme and writes:
             zero._optimizer_states_and_gradient_swap_out(index)

@@ -14,7 +14,7 @@ from training.engine.partition import gathered, partitions, shape_of
 
 
 def state_of(optimizer: torch.optim.Optimizer, group: dict, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the optimizer's state of a tensor; zeros before the first step.
+    """Return the optimizer's state of a tensor; create zeros before the first step.
     The keys are exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon."""
     state = optimizer.state[tensor]
     by_muon = group.get("algorithm") == "muon"
@@ -29,8 +29,8 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, tensor: Tensor) -> d
 
 
 def catch_up(optimizer, step: int) -> None:
-    """Bring the bias correction of DeepSpeed's CPU AdamW to this step, bit for bit.
-    DeepSpeed multiplies the betas at each step and has no setter: take empty steps instead."""
+    """Set the bias correction of DeepSpeed's CPU AdamW as after `step` steps, bit for bit.
+    DeepSpeed multiplies powers of the betas step by step and has no setter: take empty steps."""
     group = optimizer.param_groups[0]
     betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
     settings = (0.0, *betas, eps, 0.0, correct)  # learning rate 0, weight decay 0
@@ -47,7 +47,7 @@ class TrainingState:
         self.accelerator = engine.accelerator
         self.divides_model = engine.divides_model
         self.model = plain_module(model)
-        # DeepSpeed's wrapper, which divides the weights, and the optimizer inside it.
+        # `zero` is DeepSpeed's wrapper, which divides the weights; `optimizer` is inside it.
         self.zero = model.optimizer if engine.deepspeed is not None else None
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
 
@@ -60,7 +60,7 @@ class TrainingState:
         return self._whole(moments=True)
 
     def whole_model(self) -> Transformer | None:
-        """Return the model; under ZeRO-3 a copy on the main process's CPU, and None elsewhere."""
+        """Return the model; under ZeRO-3 a copy on the main process's CPU, None on the others."""
         if not self.divides_model:
             return self.model
         weights = self.weights()
@@ -71,13 +71,13 @@ class TrainingState:
         if not self.accelerator.is_main_process:
             return None
         weights = merged_weights(weights, self.model.lora)
-        with torch.random.fork_rng(devices=[]):  # keeps the run's random state
+        with torch.random.fork_rng(devices=[]):  # keep the run's random state
             model = Transformer(self.model.config)
         load_weights(model, weights, "the model in training")
         return model.eval()
 
     def scalars(self) -> dict:
-        """Return AdamW's step (0 if Muon steps everything) and the state of fp16's loss scale."""
+        """Return AdamW's step (0 if Muon updates everything) and the state of fp16's loss scale."""
         scale = None
         if self.accelerator.mixed_precision == "fp16" and self.zero:
             scaler = vars(self.zero.loss_scaler)
@@ -88,12 +88,12 @@ class TrainingState:
         return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale}
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
-        """Restore the values of `weights`, `moments` and `scalars`, and frozen weights.
+        """Restore the values that `weights`, `moments` and `scalars` return, and frozen weights.
         Raises ConfigError if names or shapes do not fit the model."""
         self.load_weights(weights, source)
         for key, parameter, inside, part in self._shards(moments=True, writes=True):
             if moments[key].shape != shape_of(parameter):
-                raise ConfigError(f"{source}: {key} has another shape than its parameter")
+                raise ConfigError(f"{source}: the shape of {key} is not that of its parameter")
             part.copy_(moments[key].view(-1)[inside])
         step = scalars["optimizer_step"]
         for state in self.optimizer.state.values():
@@ -108,7 +108,7 @@ class TrainingState:
             self.accelerator.scaler.load_state_dict(scale)
 
     def load_weights(self, weights: dict, source: str) -> None:
-        """Restore fp32 weights; the weights of adapters may be missing.
+        """Restore fp32 weights, trained and frozen. The weights of adapters may be missing.
         Raises ConfigError if names or shapes do not fit the model."""
         if self.divides_model:  # the model's own parameters have no shape
             with torch.device("meta"):
@@ -145,8 +145,8 @@ class TrainingState:
 
     def _shards(self, moments: bool, writes: bool = False) -> Iterator[tuple]:
         """Yield (name, parameter, slice, view) of the weights or moments of this process.
-        The slice gives the elements of the flat parameter that this process holds; the view is the
-        optimizer's memory of these elements. The order is the same on all processes."""
+        The slice gives the elements of the flat parameter that this process holds. The view shares
+        memory with the optimizer's tensor. The order is the same on all processes."""
         names = {id(p): name for name, p in self.model.named_parameters()}
 
         def flat(group: dict, tensor: Tensor) -> dict[str, Tensor]:

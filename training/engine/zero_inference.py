@@ -1,7 +1,7 @@
 """Run a trained model that is larger than a GPU: ZeRO-3 without gradients and optimizer.
 
 Each process stores a part of every parameter, on its device or on the device that "offload_param"
-names. The weights of a layer are gathered while it computes (https://arxiv.org/abs/2207.00032).
+names. While a layer computes, its weights are gathered (https://arxiv.org/abs/2207.00032).
 """
 
 import os
@@ -18,9 +18,9 @@ from training.engine.partition import gathered
 
 @dataclass
 class ZeroInference:
-    """ZeRO-3 for a model that is not trained: for evaluation, generation, or as a teacher."""
+    """ZeRO-3 for a model that is not trained: in evaluation, in generation, or as a teacher."""
 
-    config: dict  # DeepSpeed's configuration
+    config: dict  # the configuration for DeepSpeed, without settings of training
 
     @classmethod
     def of_launch(cls, device: str | None, dtype: str | None) -> "ZeroInference | None":
@@ -33,15 +33,15 @@ class ZeroInference:
         config = deepspeed_config.read_config(path)
         if config["zero_optimization"].get("stage") != 3:
             return None
-        own = "cuda" if torch.cuda.is_available() else "cpu"
-        if device not in (None, "auto", own):
-            raise UsageError(f"--device {device}: ZeRO-3 runs on {own} here; leave out --device")
-        return cls.of_config(config, path, dtype or ("bfloat16" if own == "cuda" else "float32"))
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        if device not in (None, "auto", here):
+            raise UsageError(f"--device {device}: ZeRO-3 runs on {here} here; leave out --device")
+        return cls.of_config(config, path, dtype or ("bfloat16" if here == "cuda" else "float32"))
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
-        """Return ZeRO-3 with the settings of `config` that do not concern training.
-        Raises UsageError if training also refuses the file, or if it puts parameters on NVMe."""
+        """Return ZeRO-3 with the settings of `config` that are not only for training. Raises
+        UsageError if training refuses these settings, or if parameters are on NVMe."""
         if deepspeed_config.offload_device(config, "param") == "nvme":
             raise UsageError(f"{source}: parameters on NVMe are supported only in training")
         zero = {key: v for key, v in config["zero_optimization"].items() if v != "auto"}
@@ -69,5 +69,5 @@ class ZeroInference:
             with gathered(parameter, writes=True):
                 parameter.data.copy_(weights[name])
         engine, *_ = deepspeed.initialize(model=model, config=self.config)
-        KEPT.append(engine)  # keeps its process group alive, see KEPT
+        KEPT.append(engine)  # never delete its process group, see KEPT
         return engine.module.eval()
