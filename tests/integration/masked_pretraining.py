@@ -1,6 +1,10 @@
 """train_pretrain_accelerate.py on data with many ignored targets: half of the sequences have only
 ignored targets, the others a different number of targets each. Started by test_equivalence.py."""
 
+import sys
+
+from deepspeed import comm
+
 import train_pretrain_accelerate
 from data.dataset import PackedDataset
 from model import IGNORE_INDEX, loss
@@ -21,4 +25,12 @@ if __name__ == "__main__":
     # Chunks of 100 tokens with 400 logits each, as with a large vocabulary.
     loss.LARGE_VOCABULARY, loss.CHUNK_LOGITS = 0, 100 * 400
     TrainingArguments.dataset = MaskedDataset
-    train_pretrain_accelerate.main()
+    all_reduce, counts = comm.all_reduce, []
+
+    def counted(tensor, *args, **options):
+        counts.append(tensor.numel())
+        return all_reduce(tensor, *args, **options)
+
+    comm.all_reduce = counted
+    train_pretrain_accelerate.main(sys.argv[1:])
+    print(f"DeepSpeed reduced {sum(counts)} elements", flush=True)
