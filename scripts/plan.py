@@ -6,6 +6,7 @@ r"""Estimate memory, network traffic and hours of training with each engine.
 
 import os
 from argparse import Namespace
+from dataclasses import replace
 
 import torch
 
@@ -16,12 +17,20 @@ from scripts.model_flags import at_least_1
 from training.arguments import as_arguments, build_parser
 from training.engine.compilation import should_compile
 from training.engine.device import GIB, available_memory, peak_flops
-from training.engine.estimate import OVERHEAD, Workload, engines, estimate, fits, largest_batch
+from training.engine.estimate import (
+    OVERHEAD,
+    Workload,
+    can_coalesce,
+    engines,
+    estimate,
+    fits,
+    largest_batch,
+)
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal: https://arxiv.org/abs/2203.15556
 # The training flags that change the estimate. The flags of the model change it too.
 TRAINING_FLAGS = "accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"
-TRAINING_FLAGS += "max_steps", "optimizer", "tf32"
+TRAINING_FLAGS += "coalesce_reduction", "max_steps", "optimizer", "tf32"
 PLAN_FLAGS = "num_processes", "vocab_size", "gpu_memory", "device", "mfu", "tokens"
 
 
@@ -65,7 +74,8 @@ def describe(options: dict) -> str:
     for kind in engines(work.config.dim):
         if args.optimizer == "muon" and not kind.takes_muon:
             continue
-        expected = estimate(kind, work)
+        coalesces = can_coalesce(kind, work, limit)
+        expected = estimate(replace(kind, coalesces=coalesces), work)
         row = {
             "engine": kind.name,
             "memory" if work.on_cpu else "GPU memory": memory(expected.peak),

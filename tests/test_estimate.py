@@ -13,9 +13,11 @@ from training.engine.estimate import (
     DDP,
     FILES,
     LARGEST_BATCH,
+    MARGIN,
     OVERHEAD,
     TeacherInMemory,
     Workload,
+    can_coalesce,
     engines,
     estimate,
     fits,
@@ -141,9 +143,26 @@ def test_the_bytes_sent_equal_a_count_by_hand():
     assert sent["ddp"] == pytest.approx(2 * 4, rel=1e-3)
     assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)
     assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)
+    once = estimate(replace(KINDS["zero2"], coalesces=True), work).sent / (3 / 4 * n)
+    assert once == pytest.approx(2 * (2 + 1), rel=1e-3)
     # Here the weights stay gathered from forward to backward.
     assert sent["zero3"] == pytest.approx(2 * 3 * (1 + 1), rel=1e-3)
     assert sent["zero_infinity"] == pytest.approx(2 * 3 * (1 + 2), rel=1e-3)
+
+
+def test_gradients_are_reduced_once_per_step_where_whole_gradients_fit():
+    kind, work = KINDS["zero2"], workload(accumulation_steps=3)
+    coalesced = replace(kind, coalesces=True)
+    needs = estimate(coalesced, work)
+    assert needs.held - estimate(kind, work).held == 4 * work.total
+    enough = int(needs.held + MARGIN * needs.working + OVERHEAD) + 1
+    assert can_coalesce(kind, work, enough)
+    assert not can_coalesce(kind, work, enough - 2)
+    assert not any(
+        can_coalesce(KINDS[name], work, 2 * enough) for name in ("ddp", "zero1", "zero3")
+    )
+    for no in ({"accumulation_steps": 1}, {"coalesce_reduction": False}):
+        assert not can_coalesce(kind, replace(work, args=replace(work.args, **no)), enough)
 
 
 def test_ddp_is_tried_first_and_another_engine_fits_where_ddp_does_not():

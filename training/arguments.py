@@ -104,6 +104,11 @@ class TrainingArguments:
         aliases=("--deepspeed_config",),
         alone="",  # as in DeepSpeed's own programs: --deepspeed --deepspeed_config FILE
     )
+    coalesce_reduction: bool = setting(
+        True,
+        "ZeRO-2: keep whole gradients on each process while micro-batches accumulate, and reduce "
+        "them once per step, if memory allows",
+    )
     gradient_checkpointing: str = setting(
         "off", "save memory by recomputing blocks in backward", choices=RECOMPUTE, alone="blocks"
     )

@@ -1,5 +1,6 @@
 """Build the model and the optimizer for an engine, and seed the random generators."""
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from common.errors import UsageError
 from model import Transformer
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.deepspeed_setup import partitioned_while_built, set_up_deepspeed
+from training.engine.estimate import can_coalesce
 from training.engine.launch import KEPT, Engine
 from training.engine.state import TrainingState
 from training.optimizer import build_optimizer, set_muon_layout
@@ -69,12 +71,18 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     # DDP would broadcast this buffer of complex numbers, which NCCL cannot send.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["pos_cis"])
     optimizer = build_optimizer(model, args, engine)
+    work = prepared.workload(engine.processes, accelerator.device, compilation.on)
+    # The size of a GPU, not its free memory, so that a resumed run reduces in the same way.
+    size = sys.maxsize if work.on_cpu else torch.cuda.mem_get_info(accelerator.device)[1]
+    engine.coalesces = can_coalesce(engine.kind, work, size)
     try:
         model, optimizer = accelerator.prepare(model, optimizer)
     except (ValueError, AssertionError) as error:  # DeepSpeed rejects its configuration
         raise UsageError(f"the engine cannot be started: {error}") from error
     if engine.processes > 1:
         KEPT.append(model)  # see engine/launch.py
+    if engine.coalesces and engine.kind.fp32_sums:
+        optimizer.optimizer.use_grad_accum_attribute = True  # else 16-bit gradients are added up
     set_muon_layout(model, engine)
     seed_everything(args.seed, rank=accelerator.process_index)  # different dropout on each rank
     return BuiltModel(compilation, model, optimizer, TrainingState(engine, model, optimizer))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -128,11 +128,17 @@ class Run:
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the next step."""
+        """Yield the micro-batches of the step. Afterwards DeepSpeed reduces coalesced gradients."""
         self.profiler.phase("data")
-        for batch in next(self._batches):
-            yield batch
-            self.profiler.phase("data")
+        coalesces = self.engine.coalesces
+        with self.model.coalesce_grad_reduction() if coalesces else nullcontext():
+            for batch in next(self._batches):
+                yield batch
+                self.profiler.phase("data")
+        if coalesces:
+            self.profiler.phase("optimizer")
+            self.model.set_gradient_accumulation_boundary(True)
+            self.model.step()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -148,7 +154,9 @@ class Run:
         self.profiler.phase("backward")
         # The mean over zero targets is NaN; its gradient must be zero.
         weighted = loss * batch.weight if batch.n_targets else loss.nan_to_num() * 0
-        self.accelerator.backward(weighted)
+        # Accelerate would call DeepSpeed's `step`, which must follow the reduction.
+        backward = (self.model if self.engine.coalesces else self.accelerator).backward
+        backward(weighted)
         if batch.n_targets:
             share = batch.n_targets / (self.args.batch_size * self.prepared.train_set.seq_len)
             self.log.meter.add(share, loss=loss.detach(), **parts)

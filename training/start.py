@@ -202,7 +202,7 @@ def start_block(run: Run) -> str:
     fields = {
         "run folder": run.folder.path,
         "starts from": checkpoint.name if checkpoint else origin,
-        "engine": engine.name + hint,
+        "engine": engine.name + (", one reduction per step" if engine.coalesces else "") + hint,
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
         "precision": precision,

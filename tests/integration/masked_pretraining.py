@@ -1,6 +1,10 @@
 """Run train_pretrain_accelerate.py on data with many ignored targets. In half of the sequences all
 targets are ignored; in the others a varying number counts. test_equivalence.py starts this file."""
 
+import sys
+
+from deepspeed import comm
+
 import train_pretrain_accelerate
 from data.dataset import PackedDataset
 from model import IGNORE_INDEX, loss
@@ -21,4 +25,12 @@ if __name__ == "__main__":
     # Compute the loss in chunks of 100 tokens with 400 logits each, as for a large vocabulary.
     loss.LARGE_VOCABULARY, loss.CHUNK_LOGITS = 0, 100 * 400
     TrainingArguments.dataset = MaskedDataset
-    train_pretrain_accelerate.main()
+    all_reduce, counts = comm.all_reduce, []
+
+    def counted(tensor, *args, **options):
+        counts.append(tensor.numel())
+        return all_reduce(tensor, *args, **options)
+
+    comm.all_reduce = counted
+    train_pretrain_accelerate.main(sys.argv[1:])
+    print(f"DeepSpeed reduced {sum(counts)} elements", flush=True)

@@ -1,6 +1,7 @@
 """The same global batch gives the same run on every engine and in plain PyTorch."""
 
 import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,6 +180,17 @@ def test_every_engine_trains_as_plain_pytorch_does(how, name, runs, by_hand):
     assert run.column("loss") == pytest.approx(reference.losses, abs=tolerance)
     assert run.column("grad_norm") == pytest.approx(reference.grad_norms, abs=tolerance)
     assert_same_end(run, reference)
+
+
+def test_zero_2_reduces_each_gradient_once_per_step(runs, packed, tmp_path):
+    run = runs("masked", ZERO_2)
+    assert "engine: DeepSpeed ZeRO-2, one reduction per step" in run.out
+    n = sum(tensor.numel() for tensor in run.tensors().values())
+    (reduced,) = set(map(int, re.findall(r"reduced (\d+) elements", run.out)))
+    assert STEPS * n <= reduced < 1.01 * STEPS * n
+    each = start("masked", ZERO_2, packed, tmp_path / "run", " --no-coalesce_reduction")
+    assert each.column("loss") == pytest.approx(run.column("loss"), abs=TOLERANCE / 10)
+    assert f"reduced {reduced + STEPS * n} elements" in each.out
 
 
 def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):

@@ -217,9 +217,9 @@ NAN = 'out = out._replace(loss=out.loss * float("nan"))'
 
 
 def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path):
-    flags = "--max_steps 6 --log_interval 2 --dtype bfloat16"
+    flags = "--max_steps 6 --log_interval 2 --dtype bfloat16 --accumulation_steps 2"
     trainer = Trainer(tmp_path, packed, "zero2", 1, flags)
-    ended = trainer.finish("run", script=injected(tmp_path, f"if calls == 3: {NAN}"))
+    ended = trainer.finish("run", script=injected(tmp_path, f"if calls == 5: {NAN}"))
     assert ended.code == 0, ended.out[-3000:]
     assert "  skipped 1" in ended.out
     rows = [row for row in trainer.rows("run") if "loss" in row]

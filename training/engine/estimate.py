@@ -44,6 +44,7 @@ class Kind:
     fp32_sums: bool = True  # True if gradients are summed in fp32
     reduce_bucket: int = 500_000_000  # elements of gradients that are exchanged at once
     reuse_distance: int = 10**9  # ZeRO-3 keeps weights whose next use is within this distance
+    coalesces: bool = False  # ZeRO-2 keeps whole gradients and reduces them once per step
 
     @property
     def name(self) -> str:
@@ -166,6 +167,7 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
         weights = h * n * (share if kind.stage == 3 else 1)
         gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
         optimizer = (4 * t + moments) * share
+        gradients += (4 if kind.fp32_sums else h) * t * kind.coalesces
     places = {GPU: gradients, CPU: 0, NVME: 0}
     places[kind.parameters_on] += weights
     places[kind.optimizer_on] += optimizer
@@ -266,7 +268,8 @@ def _sent(kind: Kind, work: Workload) -> float:
     if kind.stage is None:
         return 2 * ring * 4 * t
     if kind.stage < 3:
-        return ring * h * t * (2 * (micro_batches if kind.stage == 2 else 1) + 1)
+        every = kind.stage == 2 and not kind.coalesces
+        return ring * h * t * (2 * (micro_batches if every else 1) + 1)
     gathered = 2 * n - min(n, kind.reuse_distance // 2)
     scattered = 2 * t if work.on_cpu else t  # instead of a reduce-scatter, gloo runs an all-reduce
     return ring * h * micro_batches * (scattered + gathered)
@@ -277,6 +280,13 @@ def fits(kind: Kind, work: Workload, memory: int) -> bool:
     expected = estimate(kind, work)
     working = expected.working * (1 if work.on_cpu else MARGIN)
     return expected.held + expected.teacher + working + OVERHEAD <= memory
+
+
+def can_coalesce(kind: Kind, work: Workload, memory: int) -> bool:
+    """Return whether ZeRO-2 should reduce gradients once per step: whole gradients must fit too."""
+    if kind.stage != 2 or work.args.accumulation_steps == 1 or not work.args.coalesce_reduction:
+        return False
+    return fits(replace(kind, coalesces=True), work, memory)
 
 
 def largest_batch(kind: Kind, work: Workload, memory: int) -> int:

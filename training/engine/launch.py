@@ -6,7 +6,7 @@ import socket
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -41,10 +41,11 @@ class Engine:
     deepspeed: dict | None  # the configuration that DeepSpeed gets; None without DeepSpeed
     plugin: str | None = None  # key of the DeepSpeed configuration in Accelerate's state
     cpu_group: ProcessGroup | None = None  # a group of gloo; None if there is one process
+    coalesces: bool = False  # ZeRO-2 reduces gradients once per step, not in every micro-batch
 
     @property
     def kind(self) -> Kind:
-        return kind_of(self.deepspeed)
+        return replace(kind_of(self.deepspeed), coalesces=self.coalesces)
 
     @property
     def divides_model(self) -> bool:
