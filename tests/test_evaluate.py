@@ -210,7 +210,7 @@ def test_flags_that_cannot_work_are_refused_in_one_line(refused, corpus, flags, 
     [
         ("a.jsonl", [], "", "a.jsonl has no text"),
         ("a.jsonl", [], "--task choice", "no text, question, or answer"),
-        ("a.jsonl", [{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: no "text"'),
+        ("a.jsonl", [{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: "text" must be'),
         ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: not a question"),
     ],
 )

@@ -313,7 +313,7 @@ def weights(packed, tmp_path) -> str:
     ("environ", "words", "says"),
     [
         ({}, "--data {packed} --n_kv_heads 4", "3 layers of dim 96"),
-        ({}, "--data {packed} --n_heads 20", "of dim 160"),
+        ({}, "--data {packed} --n_heads 64", "of dim 128"),
         ({}, "--data {packed} --dim 48 --deepspeed ds_config.json", "3 layers of dim 48"),
         ({}, "--data {packed} --init_from {weights}", "1 layer of dim 32"),
         ({"STAGE": "sft", "CHAT": "{chat}"}, "--init_from {weights}", "1 layer of dim 32"),

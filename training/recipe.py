@@ -16,7 +16,7 @@ SHAPES = (
     *(
         (3, 96),
         (3, 128),
-        (3, 160),
+        (3, 192),
         (4, 192),
         (4, 256),
         (6, 256),
@@ -101,13 +101,13 @@ class Plan:
 
 def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, Any]:
     """Return the model flags of a shape. Typed flags override them."""
-    dim = typed.get("dim", dim)
-    kv_heads, most = typed.get("n_kv_heads", 2), max(2, dim // 64)  # heads of 64 channels or more
-    counts = range(max(kv_heads, most - most % kv_heads), 0, -kv_heads)
-    heads = [n for n in counts if dim % (2 * n) == 0]
+    dim, kv_heads = typed.get("dim", dim), typed.get("n_kv_heads", 1)
+    most = max(2, kv_heads, dim // 64)  # heads of at least 64 channels
+    counts = (n for n in range(most, 0, -1) if dim % (2 * n) == 0 and n % kv_heads == 0)
+    heads = typed.get("n_heads") or next(counts, most)
     length = 256 if dim < 384 else 512 if dim < 640 else 1024
-    settings = {"n_layers": n_layers, "dim": dim, "n_heads": heads[0] if heads else 2}
-    settings |= {"max_seq_len": length, "rope_theta": ROPE_THETA}
+    settings = {"n_layers": n_layers, "dim": dim, "n_heads": heads, "max_seq_len": length}
+    settings |= {"n_kv_heads": heads if heads % 2 else 2, "rope_theta": ROPE_THETA}
     return {k: typed.get(k, v) for k, v in settings.items()}
 
 
