@@ -4,7 +4,7 @@
 
 For each text, a teacher is pretrained first. Then students train with every seed, alone and with
 the teacher. Last, students train alone for as long as the students with the teacher took. All
-students have the same shape, data and batch. Students with the same seed read the same order. Each
+students have the same shape, data and batch. Students with one seed read in the same order. Each
 learning-rate schedule ends with the last step of its run. Bits per byte are measured on the
 validation split. Seconds are the number of steps times the median step time of all runs of a kind,
 so the cores must be free. Finished runs with the same data and flags are not repeated.
@@ -28,9 +28,9 @@ from model import ConfigError
 
 PROGRAM = "benchmarks.distillation"
 OUT = Path("out/benchmarks/distillation")
-# A student, and a teacher with 5 to 6 times its parameters.
 MUON_FLAGS = "--optimizer muon --learning_rate 1e-2 --lr_schedule wsd --decay_fraction 1"
 BATCH = f"--max_seq_len 256 --batch_size 16 --min_lr_ratio 0 {MUON_FLAGS}"
+# The teacher has 5 to 6 times the parameters of a student.
 STUDENT = "--dim 192 --n_layers 4 --n_heads 4"
 TEACHER = "--dim 384 --n_layers 8 --n_heads 8"
 # Validate on the whole split, only at the end; keep only the last checkpoint.
@@ -102,8 +102,8 @@ def compare(data: Path, args: argparse.Namespace) -> str:
         f"### {data.name}: `{args.how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`. "
         f"Teacher: `{args.teacher}`. Bits per byte of the validation split at each run's end.\n\n"
         f"{table(rows)}\n\n**{data.name}: distilled against alone "
-        f"{differences(distilled, alone)} bits per byte after as many steps, "
-        f"{differences(distilled, longer)} after as much time**"
+        f"{differences(distilled, alone)} bits per byte after equal steps, "
+        f"{differences(distilled, longer)} after equal time**"
     )
 
 

@@ -22,15 +22,15 @@ def train_tokenizer(
 ) -> None:
     """Train a BPE tokenizer on texts and write it to `path`. At most half of the pieces are single
     characters; rarer characters are spelled in bytes. With may_shrink, a short text gets fewer
-    pieces. Raises DataError if vocab_size is too small for the bytes or too large for the texts."""
+    pieces. Raises DataError if vocab_size is below 262, or too large for the texts."""
     texts = list(texts)
     if not any(texts):
         raise DataError("there is no text in these files")
     if vocab_size < LEAST_VOCABULARY:
-        raise DataError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
+        raise DataError(f"vocab_size {vocab_size} is too small, at least {LEAST_VOCABULARY}")
     size = vocab_size
     while isinstance(model := _train(texts, size), int):
-        size = model  # may be too large again, because fewer characters then become pieces
+        size = model  # fewer characters become pieces: repeat, because the limit may fall
         if size < LEAST_VOCABULARY:
             raise DataError("too little text to train a tokenizer on")
     if size < vocab_size and not may_shrink:
@@ -43,7 +43,7 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
     counts = Counter(chain.from_iterable(texts))
     n_chars = max(1, (vocab_size - RESERVED_PIECES) // 2)
     rare = [char for char, _ in counts.most_common()[n_chars:]]
-    # Cut lines at characters that get no piece of their own. SentencePiece reserves NUL.
+    # Cut lines at rare characters and at two characters that SentencePiece reserves.
     cuts = str.maketrans(dict.fromkeys([*rare, "\0", SPACE_SYMBOL], "\n"))
     lines = (line for text in texts for line in text.translate(cuts).splitlines(True))
     model = io.BytesIO()
@@ -54,7 +54,7 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
             model_type="bpe",
             vocab_size=vocab_size,
             character_coverage=1.0,
-            required_chars=SPACE_SYMBOL,  # without its own piece, a space decodes to U+2581
+            required_chars=SPACE_SYMBOL,  # it stands for a space; decoding needs this piece
             byte_fallback=True,
             normalization_rule_name="identity",
             add_dummy_prefix=False,

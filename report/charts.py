@@ -13,7 +13,7 @@ INK = "#5a5f68"  # text
 RULE = "#dcdcd6"  # lines of the grid and the axes
 STYLE = {
     "svg.fonttype": "none",  # write text as text, not as outlines
-    "path.simplify_threshold": 0.5,  # in points; keeps spikes and drops points between them
+    "path.simplify_threshold": 0.5,  # in 1/72 inch; keeps spikes, thins out the curve
     "font.family": "DejaVu Sans",  # for the layout only: the page sets its own font
     "font.size": 9,
     "text.color": INK,

@@ -1,4 +1,4 @@
-"""Runs on two machines, which Linux namespaces simulate. Each machine starts its own processes."""
+"""Training on two machines, which Linux namespaces simulate. Each machine starts its processes."""
 
 import os
 import shlex
@@ -75,7 +75,7 @@ def start(machines, packed, tmp_path):
         print((tmp_path / f"{machine.name}.log").read_text())
 
 
-@pytest.mark.variant  # of the job below, and of the dead rank in test_reliability.py
+@pytest.mark.variant  # similar: the next test, and a dead rank in test_reliability.py
 def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
     machines, start, packed, tmp_path
 ):
@@ -224,7 +224,7 @@ def test_data_missing_on_one_machine_is_one_error_line_on_both(both, data, machi
     assert f"(only rank 1 on {NAMES[1]} of 2 processes: " in line
 
 
-def test_other_data_or_flags_on_one_machine_are_one_error_line_on_both(both, data, tmp_path):
+def test_other_data_and_flags_on_one_machine_are_one_error_line_on_both(both, data, tmp_path):
     other = tmp_path / "other"
     options = PackingOptions(400, val_fraction=0.1, workers=1, skip_bad_lines=False)
     text = write_corpus(tmp_path / "other.jsonl", documents=200)
