@@ -28,9 +28,9 @@ SHAPES = (
     *((16, 1024), (24, 1280), (28, 1536), (32, 2048)),
 )
 SMALL_SHAPES = ((2, 64),)  # only for a student, whose teacher may be small
-# A run of 5 million tokens suits a model of 1.25 million parameters: 4 tokens per parameter. In
+# A run of 5 million tokens suits a model of 1.43 million parameters: 3.5 tokens per parameter. In
 # longer runs the ratio rises to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
-TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 4, 0.286, 20
+TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 3.5, 0.286, 20
 # A batch of 4,096 tokens suits a run of 5 million tokens. It doubles when the run's tokens grow
 # fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
 BATCH, BATCH_RISE, LEAST_STEPS = 4096, 0.5, 200

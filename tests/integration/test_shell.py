@@ -71,6 +71,33 @@ def test_a_mistake_is_refused_in_one_line_before_anything_is_launched(
     assert not (clone / ".venv").exists()
 
 
+@pytest.mark.parametrize(
+    ("gpus", "visible", "refused"),
+    [
+        (["550.54.15, 8.9"], "0", True),
+        (["580.65.06, 9.0", "580.65.06, 7.0"], "0", True),
+        (["580.65.06, 9.0"], "0", False),
+        (["550.54.15, 8.9"], "", False),  # the user trains on the CPU
+        ([], "0", False),
+    ],
+)
+def test_a_gpu_that_the_pinned_pytorch_cannot_use_is_refused_before_an_installation(
+    clone, tmp_path, gpus, visible, refused
+):
+    smi, python = tmp_path / "nvidia-smi", tmp_path / "python"
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{gpu}'\n" for gpu in gpus))
+    python.write_text('#!/bin/sh\n[ "$1" = -c ]\n')  # a Python without packages and without venv
+    smi.chmod(0o755)
+    python.chmod(0o755)
+    (tmp_path / "python3").symlink_to(python)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    ended = run(["bash", "run_accelerate.sh"], cwd=clone, PATH=path, CUDA_VISIBLE_DEVICES=visible)
+    assert ended.code == 2
+    assert ("needs an NVIDIA driver from 580 on" in ended.out) is refused
+    assert ("cannot make a virtual environment" in ended.out) is not refused
+    assert not (clone / ".venv").exists()
+
+
 @pytest.fixture(scope="module")
 def pretrained(clone, tmp_path_factory, path_without_compilers) -> Path:
     """The folder of a run named "mine" on a text named "short"."""
