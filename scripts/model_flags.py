@@ -16,7 +16,8 @@ def add_model_flags(add: Callable) -> None:
     runs = "run, RUN@best (lowest validation loss), checkpoint, weights, or 'auto' (newest run)"
     add("run", metavar="RUN", help=runs)
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
+    text = "default: bfloat16 on a GPU (float16 if it has no bfloat16), float32 on a CPU"
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     for field in fields(Sampling):
         if field.name in MEANINGS:
             meaning = MEANINGS[field.name]
@@ -45,6 +46,7 @@ def load(args: argparse.Namespace):
 
     from inference.decoder import Decoder
     from storage.weights import WeightsFolder, load_trained
+    from training.engine.device import default_dtype
     from training.engine.zero_inference import ZeroInference
 
     zero = ZeroInference.of_launch(args.device, args.dtype)  # None without ZeRO-3
@@ -57,7 +59,7 @@ def load(args: argparse.Namespace):
     trained = load_trained(args.run, zero.load if zero else WeightsFolder.load)
     if args.run == "auto" or args.run.endswith(BEST):
         say(f"weights: {trained.folder}")
-    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    dtype = getattr(torch, args.dtype or default_dtype(device.type))
     model = trained.model if zero else trained.model.to(device)
     return Decoder(model, dtype, divided=zero is not None), trained
 

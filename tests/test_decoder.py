@@ -73,10 +73,11 @@ def test_decoding_switches_cudnn_attention_off(monkeypatch):
     assert torch.backends.cuda.cudnn_sdp_enabled()  # training may use cuDNN
 
 
-def test_bfloat16_logits_are_close_and_returned_in_fp32():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_logits_are_close_and_returned_in_fp32(dtype):
     model = transformer()
     texts = ids(20, 3)
-    _, logits = Decoder(model, torch.bfloat16).read(texts)
+    _, logits = Decoder(model, dtype).read(texts)
     expected = uncached(model, texts)
     assert logits.dtype == torch.float32
     assert 0 < (logits - expected).abs().max() < 0.1 * expected.abs().max()

@@ -17,6 +17,7 @@ from training.engine.device import (
     PRECISIONS,
     attention_kernel,
     available_memory,
+    default_dtype,
     keep_freed_memory,
     matrix_precision,
     mfu,
@@ -47,6 +48,13 @@ CONFIG = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 32}
 )
 def test_each_precision_of_a_known_device_has_its_peak_and_unknown_devices_have_none(name, peaks):
     assert [peak_flops(name, precision) for precision in PRECISIONS] == pytest.approx(peaks)
+
+
+def test_text_is_written_in_the_16_bits_that_the_gpu_has(monkeypatch):
+    assert default_dtype("cpu") == "float32"
+    for found, dtype in ((True, "bfloat16"), (False, "float16")):
+        monkeypatch.setattr(device, "has_bf16", lambda found=found: found)
+        assert default_dtype("cuda") == dtype
 
 
 def test_matrix_precision_follows_mixed_precision_and_tf32(monkeypatch):

@@ -87,6 +87,13 @@ def has_bf16() -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def default_dtype(device_type: str) -> str:
+    """Return the precision in which a trained model writes text: 16 bits on a GPU."""
+    if device_type == "cpu":
+        return "float32"
+    return "bfloat16" if has_bf16() else "float16"
+
+
 def matrix_precision(mixed_precision: str) -> str:
     """Return the precision of matrix products, one of PRECISIONS; "no" means fp32 or TF32."""
     if mixed_precision != "no":

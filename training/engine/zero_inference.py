@@ -13,6 +13,7 @@ from common.errors import UsageError
 from model import Transformer
 from storage.weights import WeightsFolder
 from training.engine import deepspeed_config
+from training.engine.device import default_dtype
 from training.engine.partition import gathered
 
 
@@ -25,7 +26,7 @@ class ZeroInference:
     @classmethod
     def of_launch(cls, device: str | None, dtype: str | None) -> "ZeroInference | None":
         """Return ZeRO-3 if the launcher's DeepSpeed file has stage 3, else None.
-        `dtype` None means bfloat16 on a GPU and float32 on a CPU.
+        `dtype` None means `default_dtype`.
         Raises UsageError if the DeepSpeed file or --device cannot be used."""
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
@@ -36,7 +37,7 @@ class ZeroInference:
         here = "cuda" if torch.cuda.is_available() else "cpu"
         if device not in (None, "auto", here):
             raise UsageError(f"--device {device}: ZeRO-3 runs on {here} here; leave out --device")
-        return cls.of_config(config, path, dtype or ("bfloat16" if here == "cuda" else "float32"))
+        return cls.of_config(config, path, dtype or default_dtype(here))
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
