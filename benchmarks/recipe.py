@@ -1,6 +1,6 @@
 """Measure which shape trains best in a given time, to check training/recipe.py.
 
-    python -m benchmarks.recipe --data out/data/builtin --minutes 2,8 --shapes 3x128,3x160,4x192
+    python -m benchmarks.recipe --data out/data/builtin --minutes 2,8 --shapes 3x128,3x192,4x192
 
 Each shape first trains for a few steps, to measure its speed, and then for the steps that fit into
 the time. Start and validations do not count. The cores must be free. Finished runs are reused.
@@ -8,11 +8,13 @@ the time. Start and validations do not count. The cores must be free. Finished r
 
 from pathlib import Path
 
+import torch
+
 from benchmarks.cli import heading, names, new_parser, numbers, table
 from benchmarks.distillation import train
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.shards import read_description
-from model import ConfigError
+from model import ConfigError, LMConfig, Transformer
 from training.recipe import BATCH, SHAPES, Candidate, optimizer_flags, shape_settings
 
 PROGRAM = "benchmarks.recipe"
@@ -48,7 +50,10 @@ def row(data: Path, shape: tuple[int, int], minutes: int, seed: int, more: str) 
     """Train a shape for this many minutes; return its row of the table. `more`: more flags."""
     settings = shape_settings(*shape, {})
     length = settings["max_seq_len"]
-    flags = settings | optimizer_flags(Candidate(settings, 0, 0.0, length, 0), muon=True)
+    with torch.device("meta"):
+        model = Transformer(LMConfig(**settings, vocab_size=read_description(data)["vocab_size"]))
+    candidate = Candidate(settings, model.num_parameters(), 0.0, length, BATCH // length)
+    flags = settings | optimizer_flags(candidate, muon=True)
     flags |= {"batch_size": BATCH // length}
     words = " ".join(f"--{name} {value}" for name, value in flags.items())
     speed = train("speed", data, [words, f"{more} --max_steps {SPEED_STEPS}"], seed)
