@@ -26,7 +26,7 @@ class WeightsError(UsageError, ConfigError):
 
 
 def save_portable(folder: Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
-    """Write config and weights. As in `named_parameters()`, a tied matrix has one name."""
+    """Write config and weights. `weights` holds a tied matrix once, under one name."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS_FILE, weights)
     write_json(folder / CONFIG_FILE, config.to_dict())
@@ -91,7 +91,7 @@ def load_portable(folder: Path) -> Transformer:
 
 def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
     """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
-    require_fit(without_memory(config), weights, source)  # before a damaged config fills memory
+    require_fit(without_memory(config), weights, source)  # a damaged config could fill memory
     model = Transformer(config)
     load_weights(model, weights, source)
     return model.eval()

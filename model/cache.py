@@ -1,6 +1,6 @@
 """Key/value cache: keep the keys and values of past tokens, so that each token is computed once.
 
-In a tensor, row i belongs to sequence i, and column t to position t of the sequence. Shorter
+Dimension 0 of a stored tensor counts sequences, dimension 2 positions of a sequence. Shorter
 prompts are padded on the right; new tokens overwrite the padding.
 """
 
@@ -37,8 +37,8 @@ class LayerCache:
         else:
             keys[cache.rows, :, cache.columns] = k[:, 0]
             values[cache.rows, :, cache.columns] = v[:, 0]
-        # The query heads that share a key/value head become the rows of one matrix.
-        grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])  # (B, n_kv_heads, rows, D)
+        # Group the query heads that share a key/value head in dimension 2.
+        grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])  # (B, n_kv_heads, group, D)
         keys = keys.narrow(2, 0, cache.longest + 1)  # (B, n_kv_heads, stored positions, D)
         values = values.narrow(2, 0, cache.longest + 1)
         return F.scaled_dot_product_attention(grouped, keys, values, cache.mask).view(q.shape)
@@ -66,7 +66,7 @@ class Cache:
         self.lengths = lengths
         self.longest = max(lengths)  # stored tokens of the longest sequence
         self.rows = torch.arange(len(lengths), device=self.device)
-        self.columns = torch.tensor(lengths, device=self.device)  # column of each next token
+        self.columns = torch.tensor(lengths, device=self.device)  # next position of each
         self.equal_lengths = min(lengths) == self.longest
         # (B, 1, 1, positions), True where the next token attends; None if all lengths are equal
         self.mask: Tensor | None = None
@@ -126,7 +126,7 @@ def without_cudnn() -> Iterator[None]:
     """Switch cuDNN's attention off, because it prepares a new plan for every new length.
 
     PyTorch prefers cuDNN for 16 bits on compute capability 9 and 10 (H100, H200, B200). PyTorch's
-    `sdpa_kernel` would do the same, but takes several times as long at every token."""
+    `sdpa_kernel` would do the same, but is several times slower than this switch."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

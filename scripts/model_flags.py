@@ -41,7 +41,8 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def load(args: argparse.Namespace):
-    """Return the Decoder and `Trained`. Raises UsageError if device or weights cannot be used."""
+    """Return the Decoder and the loaded weights, as storage.weights.Trained. Raises UsageError if
+    the device or the weights cannot be used."""
     import torch
 
     from inference.decoder import Decoder

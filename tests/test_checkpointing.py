@@ -237,14 +237,28 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(ru
     assert checkpointer.log.lines[-1].startswith("CHECKPOINT NOT SAVED: [Errno 28] No space left")
     assert steps_of(run) == [1]
     assert run.latest.read_text() == "step-00000001\n"
-    beside = checkpointer_of(run)
-    beside.keep_last, beside.group = 1, [checkpointer]
-    beside.save(2, None)  # of another model in the same training, whose saves work
-    assert beside.wait()
-    assert steps_of(run) == [1, 2]
     checkpointer.save(3, None)
     assert checkpointer.wait()
     assert damage(run.checkpoint(3)) is None
+
+
+def test_models_that_train_together_prune_when_all_have_saved_a_step(run, tmp_path, monkeypatch):
+    other = RunFolder(tmp_path / "other")
+    group = [checkpointer_of(run), checkpointer_of(other)]
+    for each in group:
+        each.keep_last, each.group = 1, group
+        each.save(1, None)
+    with monkeypatch.context() as patch:
+        patch.setattr("training.checkpointing.files.write_checkpoint", lambda *_: 1 / 0)
+        group[0].save(2, None)
+        assert not group[0].wait()
+    group[1].save(2, None)
+    assert group[1].wait()
+    assert (steps_of(run), steps_of(other)) == ([1], [1, 2])
+    for each in group:
+        each.save(3, None)
+    assert all(each.wait() for each in group)
+    assert (steps_of(run), steps_of(other)) == ([3], [3])
 
 
 FOREIGN = {

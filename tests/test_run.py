@@ -1,4 +1,4 @@
-"""The methods of `Run` for a step; tests/integration tests whole launches."""
+"""The parts of a training step. Whole launches are tested in tests/integration."""
 
 import json
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ class Sequences(PackedDataset):
 
 @pytest.fixture
 def run_of(accelerator, tmp_path):
-    """Makes the Run of a tiny model on `Sequences` that begins after step `trained` of 4."""
+    """Makes a Run of a tiny model on `Sequences`. It begins after step `trained` of 4."""
     runs = []
 
     def make(counts=ALL, every_target_counts: bool = True, trained: int = 0, **flags) -> Run:
@@ -76,7 +76,7 @@ def run_of(accelerator, tmp_path):
 
 
 def take(run: Run, step: int) -> list[MicroBatch]:
-    """Take the part of a step before the update; return its micro-batches."""
+    """Do a step up to the update; return its micro-batches."""
     batches = []
     run.begin(step)
     for batch in run.micro_batches():
@@ -133,7 +133,7 @@ def test_a_step_without_any_target_has_a_gradient_of_zero(run_of):
 
 
 def batches_of(rank: int, processes: int, counts: list[int], accumulation: int, start_step=0):
-    """Return the micro-batches of one process in two steps. A step has 12 sequences."""
+    """Return the micro-batches of one process in the steps from start_step to 1 (12 sequences)."""
     total = sum(counts[i] for i in range(12))
 
     def total_of(mine: int) -> int:  # a step holds each sequence once
@@ -239,7 +239,7 @@ def test_a_step_does_not_wait_for_the_norm_of_the_gradient(run_of, monkeypatch):
     assert isinstance(update(run), OnGPU)
 
 
-def test_samples_and_checkpoints_are_written_at_their_intervals_and_at_the_end(run_of, monkeypatch):
+def test_samples_are_written_at_intervals_and_checkpoints_also_at_the_end(run_of, monkeypatch):
     """A checkpoint is also saved after the best validation so far."""
     run, done = run_of(sample_interval=3, eval_interval=1, save_interval=3), []
     losses = iter((3.0, 3.0, 3.5, None))

@@ -42,13 +42,14 @@ class Checkpointer:
         # All processes need the same value, but other machines may see the files late.
         self.lowest_val_loss = on_main_process(engine, lambda: lowest)
         self._writer = threading.Thread()  # the thread that writes the latest checkpoint
-        self.group: list[Checkpointer] = []  # checkpointers of all models that train together
-        self._saved = True  # False: the latest save is in progress or has failed
+        self.group = [self]  # checkpointers of all models that train together
+        self._begun = self._saved = 0  # steps of the latest save and of the latest successful save
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Copy the state; a thread writes it while training continues. Every process must call it.
         A disk error is logged, does not stop training, and leaves the older checkpoints."""
-        self.wait()
+        for other in self.group:  # a writer may still remove older checkpoints of this model
+            other.wait()
         started = time.perf_counter()
         self.lowest_val_loss = min(self.lowest_val_loss, math.inf if val_loss is None else val_loss)
         tensors = {files.WEIGHTS: self.state.weights(), files.OPTIMIZER: self.state.moments()}
@@ -59,29 +60,31 @@ class Checkpointer:
             tensors[files.RANDOM] |= {f"{rank}.{name}": value for name, value in values.items()}
         state = {"step": step, "val_loss": val_loss} | self.facts | self.state.scalars()
         if self.engine.is_main:
+            self._begun = step
             work = (tensors, state, time.perf_counter() - started)
             self._writer = threading.Thread(target=self._write, args=work, name=CHECKPOINT_WRITER)
             self._writer.start()
 
     def wait(self) -> bool:
-        """Wait for the save in progress, if any; return whether the latest save succeeded."""
+        """Wait for the save in progress, if any; return False if the latest save failed. Only the
+        main process knows this; other processes return True."""
         if self._writer.ident:  # the thread was started
             self._writer.join()
-        return self._saved
+        return self._saved == self._begun
 
     def _write(self, tensors: dict, state: dict, stalled: float) -> None:
-        self._saved = False
         try:
             size = files.write_checkpoint(self.folder, tensors, state) / 1e6
         except Exception as error:  # nobody would see an error that ends this thread
             self.log.say(f"CHECKPOINT NOT SAVED: {error}; older ones are kept, training continues")
             return
-        self._saved = True
+        self._saved = state["step"]
         path = self.folder.checkpoint(state["step"])
-        self.log.say(f"saved {path}: {size:.1f} MB; training was stalled for {stalled:.2f} s")
-        # Models resume from a common step: remove nothing if a model's save runs or has failed.
-        if all(other._saved for other in self.group):
-            prune(self.folder, self.keep_last)
+        self.log.say(f"saved {path}: {size:.1f} MB; copying took {stalled:.2f} s")
+        # Models resume from a common step: the last model to save a step prunes all folders.
+        if all(other._saved == self._saved for other in self.group):
+            for other in self.group:
+                prune(other.folder, other.keep_last)
 
 
 def prune(run: RunFolder, keep_last: int) -> None:
@@ -90,7 +93,7 @@ def prune(run: RunFolder, keep_last: int) -> None:
         return
     checkpoints = run.all_checkpoints()
     keep = {*checkpoints[-keep_last:], files.best(checkpoints)}
-    leftovers = run.checkpoints.glob("step-*.*")  # set aside, or left by a killed process
+    leftovers = run.checkpoints.glob("step-*.*")  # aside from an earlier resume, or unfinished
     for path in {*leftovers, *checkpoints} - keep:
         remove(path)
 
@@ -112,7 +115,7 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
             if len(ranks) == engine.processes:
                 restore_random(ranks[rank], device)
             elif engine.is_main:
-                print("the number of processes has changed: dropout masks now differ", flush=True)
+                print("the number of processes, and so the dropout masks, changed", flush=True)
         except (SafetensorError, OSError, LookupError) as error:
             raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 
