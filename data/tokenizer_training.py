@@ -22,12 +22,12 @@ def train_tokenizer(
 ) -> None:
     """Train a BPE tokenizer on texts and write it to `path`. At most half of the pieces are single
     characters; rarer characters are spelled in bytes. With may_shrink, a short text gets fewer
-    pieces. Raises DataError if vocab_size is below 262, or too large for the texts."""
+    pieces. Raises DataError if vocab_size is below 262 or too large for the texts."""
     texts = list(texts)
     if not any(texts):
         raise DataError("there is no text in these files")
     if vocab_size < LEAST_VOCABULARY:
-        raise DataError(f"vocab_size {vocab_size} is too small, at least {LEAST_VOCABULARY}")
+        raise DataError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
     size = vocab_size
     while isinstance(model := _train(texts, size), int):
         size = model  # fewer characters become pieces: repeat, because the limit may fall

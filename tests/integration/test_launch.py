@@ -34,7 +34,7 @@ def said(run: Trained, fact: str) -> str:
 
 
 def test_the_start_block_names_engine_processes_precision_data_and_global_batch(zero2, packed):
-    assert said(zero2, "engine") == "DeepSpeed ZeRO-2"
+    assert said(zero2, "engine") == "DeepSpeed ZeRO-2, one reduction per step"
     assert said(zero2, "processes").startswith("2 ")
     assert said(zero2, "precision") == "bf16"
     assert said(zero2, "data").startswith(str(packed))

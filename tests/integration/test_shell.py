@@ -53,7 +53,7 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
 @pytest.mark.parametrize(
     ("flags", "environ", "says"),
     [
-        ("--dim 7", {}, "dim 7 is not divisible by n_heads 4"),
+        ("--dim 7", {}, "dim 7 is not divisible by n_heads 2"),
         ("--data out/data/none", {}, "use --data (prepared data), or DATA"),
         ("", {"ENGINE": "zero4"}, "ENGINE=zero4 does not exist: choose one of ddp fp16"),
         (
