@@ -1,4 +1,5 @@
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,13 @@ from torch.distributed import ReduceOp
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine import launch
-from training.engine.launch import Engine, build_engines, deepspeed_plugin, set_launch_variables
+from training.engine.launch import (
+    Engine,
+    announced_wait,
+    build_engines,
+    deepspeed_plugin,
+    set_launch_variables,
+)
 
 OURS = str(REPOSITORY / "ds_config.json")
 NAMED = TrainingArguments(deepspeed=OURS)
@@ -42,6 +49,21 @@ def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.
     monkeypatch.setattr(launch, "use_all_cores", lambda: None)
     monkeypatch.setattr(launch, "set_gloo_interface", lambda: None)
     monkeypatch.setattr(launch, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
+
+
+def test_a_process_that_waits_for_the_others_says_so_once(environ, monkeypatch, capsys):
+    environ["RANK"] = "3"
+    with announced_wait():
+        assert capsys.readouterr().out == ""
+    monkeypatch.setattr(launch, "FIRST_WAIT", 0)
+    said = ""
+    with announced_wait():
+        while not said.endswith("\n"):
+            said += capsys.readouterr().out
+    assert re.fullmatch(
+        r"rank 3 on \S+ has waited 0 s for the other processes to begin: .*\n", said
+    )
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 import logging
 import os
 import socket
+import threading
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from training.engine.estimate import Kind, kind_of
 # Objects with a process group. They must never be deleted: deleting a group of gloo waits for the
 # group's thread, this thread may wait for the interpreter's lock, and the process would hang.
 KEPT: list = []
+FIRST_WAIT = 60  # seconds that processes may take to meet before a line says that they wait
 # A library calls a deprecated function of another library. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 # DeepSpeed warns about "untested" optimizers. Our tests run our optimizers under DeepSpeed.
@@ -119,28 +121,31 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
             skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # avoids a copy of gradients
-    try:
-        accelerators = [
-            Accelerator(
-                deepspeed_plugin=plugin,  # the first Accelerator gets the plugins of all models
-                mixed_precision=args.mixed_precision,
-                gradient_accumulation_steps=args.accumulation_steps,
-                kwargs_handlers=[process_group, ddp],
-                cpu=not has_gpu and not deepspeed,
-                step_scheduler_with_optimizer=False,  # the loop sets the learning rate
-            )
-            for plugin in [plugins or None] + [None] * (len(models) - 1)
-        ]
-    except torch.distributed.DistError as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
-    seen = accelerators[0].num_processes
-    if seen != world_size:
-        raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
-    use_all_cores()
-    group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
-    KEPT.append(group)
+    with announced_wait():
+        try:
+            accelerators = [
+                Accelerator(
+                    deepspeed_plugin=plugin,  # the first Accelerator gets the plugins of all models
+                    mixed_precision=args.mixed_precision,
+                    gradient_accumulation_steps=args.accumulation_steps,
+                    kwargs_handlers=[process_group, ddp],
+                    cpu=not has_gpu and not deepspeed,
+                    step_scheduler_with_optimizer=False,  # the loop sets the learning rate
+                )
+                for plugin in [plugins or None] + [None] * (len(models) - 1)
+            ]
+        except torch.distributed.DistError as error:
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            reason = str(error).splitlines()[0]
+            raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
+        seen = accelerators[0].num_processes
+        if seen != world_size:
+            raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
+        use_all_cores()
+        group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
+        KEPT.append(group)
+        if world_size > 1:
+            accelerators[0].wait_for_everyone()  # the first exchange between GPUs
     if not deepspeed:
         name = "DDP" if world_size > 1 else "single process, no engine"
         return [Engine(each, name, None, None, group) for each in accelerators]
@@ -150,6 +155,21 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         name = f"DeepSpeed {kind_of(config).name}"
         engines.append(Engine(each, name, config, key, group))
     return engines
+
+
+@contextmanager
+def announced_wait() -> Iterator[None]:
+    """Context that prints one line if it lasts longer than FIRST_WAIT seconds."""
+    rank, host = os.environ.get("RANK", "0"), socket.gethostname()
+    text = f"rank {rank} on {host} has waited {FIRST_WAIT} s for the other processes to begin: "
+    text += "see docs/troubleshooting.md"
+    timer = threading.Timer(FIRST_WAIT, print, [text], {"flush": True})
+    timer.daemon = True  # the process may end first
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def set_launch_variables(*models: TrainingArguments) -> None:
