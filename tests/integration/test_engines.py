@@ -77,6 +77,17 @@ def test_every_engine_writes_the_same_samples(relay, whole):
         assert load_portable(run.path / "weights").num_parameters() > 0
 
 
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
+def test_a_process_without_validation_sequences_does_not_stop_the_others(engine, packed, tmp_path):
+    losses = []
+    for samples in (1, 2, 3):  # for three processes
+        flags = f"{FLAGS} --batch_size 1 --max_steps 1 --eval_samples {samples} --seed 1"
+        (row,) = train(engine, 3, packed, tmp_path / f"{samples}", flags).rows("val_loss")
+        assert row["val_samples"] == samples
+        losses.append(row["val_loss"])
+    assert losses[0] != losses[1] != losses[2]
+
+
 @pytest.mark.variant
 @pytest.mark.skipif(not AIO, reason="needs libaio and a compiler")
 def test_a_run_resumed_with_nvme_is_equal_to_the_bit_and_the_state_is_on_the_disk(packed, tmp_path):
