@@ -198,15 +198,17 @@ main()
 
 
 def test_a_rank_that_runs_out_of_memory_says_so_and_no_rank_waits(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "zero2", 2, "--max_steps 9 --batch_size 4")
+    trainer = Trainer(
+        tmp_path, packed, "zero2", 2, "--max_steps 9 --batch_size 4 --accumulation_steps 2"
+    )
     too_much = "import torch; torch.empty(2**43, dtype=torch.uint8)"
-    script = injected(tmp_path, f"if calls == 3 and os.environ['RANK'] == '1': {too_much}")
+    script = injected(tmp_path, f"if calls == 4 and os.environ['RANK'] == '1': {too_much}")
     ended = trainer.finish("run", script=script)
     assert ended.code == 1
     assert ended.out.count("Traceback") == 1  # the launcher prints it
     lines = [line for line in ended.out.splitlines() if "error: " in line]
     assert lines[0].startswith(
-        f"{SCRIPT} (rank 1): error: out of memory with --batch_size 4 --accumulation_steps 1: "
+        f"{SCRIPT} (rank 1): error: out of memory with --batch_size 4 --accumulation_steps 2: "
         "a smaller --batch_size"
     )
     # The other rank fails too, unless the launcher ends it first.
