@@ -102,7 +102,7 @@ class Plan:
 def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, Any]:
     """Return the model flags of a shape. Typed flags override them."""
     dim, kv_heads = typed.get("dim", dim), typed.get("n_kv_heads", 1)
-    most = max(2, kv_heads, dim // 64)  # heads of at least 64 channels
+    most = max(2, kv_heads, dim // 64)  # dim / 64 heads, at least 2
     counts = (n for n in range(most, 0, -1) if dim % (2 * n) == 0 and n % kv_heads == 0)
     heads = typed.get("n_heads") or next(counts, most)
     length = 256 if dim < 384 else 512 if dim < 640 else 1024

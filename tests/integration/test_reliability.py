@@ -215,14 +215,16 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_no_rank_waits(packed, tmp_pa
     assert all("error: another process has ended" in line for line in lines[1:])
 
 
+SUMS = "if calls == 2: print('sums of micro-batches:', self.norm.weight.grad_accum.dtype)"
 NAN = 'out = out._replace(loss=out.loss * float("nan"))'
 
 
 def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path):
     flags = "--max_steps 6 --log_interval 2 --dtype bfloat16 --accumulation_steps 2"
     trainer = Trainer(tmp_path, packed, "zero2", 1, flags)
-    ended = trainer.finish("run", script=injected(tmp_path, f"if calls == 5: {NAN}"))
+    ended = trainer.finish("run", script=injected(tmp_path, f"{SUMS}\nif calls == 5: {NAN}"))
     assert ended.code == 0, ended.out[-3000:]
+    assert "sums of micro-batches: torch.float32" in ended.out
     assert "  skipped 1" in ended.out
     rows = [row for row in trainer.rows("run") if "loss" in row]
     assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1]

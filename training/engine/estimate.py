@@ -259,8 +259,9 @@ def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to the others in an optimizer step.
 
     In a ring of P processes each process sends (P - 1) / P of the gathered or scattered bytes, and
-    twice as much for an all-reduce. DDP and ZeRO-1 exchange gradients once per step, ZeRO-2 and 3
-    in each micro-batch. ZeRO-1 and 2 gather weights once per step, ZeRO-3 in forward and backward.
+    twice as much for an all-reduce. DDP, ZeRO-1 and an engine that `coalesces` exchange gradients
+    once per step, ZeRO-2 and 3 otherwise in each micro-batch. ZeRO-1 and 2 gather weights once per
+    step, ZeRO-3 in forward and backward.
     """
     n, t, h = work.total, work.trained, work.itemsize
     ring = (work.processes - 1) / work.processes
