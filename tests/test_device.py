@@ -57,6 +57,16 @@ def test_text_is_written_in_the_16_bits_that_the_gpu_has(monkeypatch):
         assert default_dtype("cuda") == dtype
 
 
+@pytest.mark.parametrize(("bf16", "fp32", "emulates"), [(3, 2, True), (1, 2, False)])
+def test_a_cpu_whose_shortest_bf16_product_takes_longer_emulates_bf16(
+    monkeypatch, bf16, fp32, emulates
+):
+    durations = [bf16, 9, 9, 9, 9, 9, fp32, 9, 9, 9]  # of five products in each precision
+    times = iter([end for seconds in durations for end in (0, seconds)])
+    monkeypatch.setattr(device.time, "perf_counter", lambda: next(times))
+    assert device.cpu_emulates_bf16() is emulates
+
+
 def test_matrix_precision_follows_mixed_precision_and_tf32(monkeypatch):
     for mixed_precision, tf32, precision in (
         ("no", False, "fp32"),

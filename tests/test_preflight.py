@@ -21,7 +21,7 @@ from data.tokenizer import TOKENIZER_FILE
 from formats.portable import WEIGHTS_FILE, save_portable
 from model import ConfigError, LMConfig, Transformer
 from storage.folder import RunFolder
-from training import dial
+from training import dial, preflight
 from training.arguments import TrainingArguments, build_parser, parse_arguments
 from training.engine.deepspeed_config import read_config
 from training.engine.estimate import GIB, MARGIN, OVERHEAD, Workload, engines, estimate, kind_of
@@ -375,7 +375,9 @@ def test_a_launch_that_cannot_work_exits_with_code_2_and_an_empty_stdout(tmp_pat
     assert "Traceback" not in ended.stderr
 
 
-def test_the_launcher_gets_the_engine_the_processes_and_all_flags(packed, monkeypatch):
+@pytest.mark.parametrize("emulates", [True, False])
+def test_the_launcher_gets_the_engine_the_processes_and_all_flags(packed, monkeypatch, emulates):
+    monkeypatch.setattr(preflight, "cpu_emulates_bf16", lambda: emulates)
     words = [*TINY, "--data", str(packed), "--max_steps", "2", "--no-use_flash_attn"]
     monkeypatch.setattr(os, "environ", os.environ | {"NUM_PROCESSES": "2", "ENGINE": "zero1"})
     arguments = main(words)
@@ -384,3 +386,6 @@ def test_the_launcher_gets_the_engine_the_processes_and_all_flags(packed, monkey
     parsed = vars(build_parser().parse_args(arguments[program + 1 :]))
     assert (parsed["dim"], parsed["max_steps"], parsed["optimizer"]) == (32, 2, "muon")
     assert parsed["use_flash_attn"] is False
+    assert parsed.get("dtype") == ("float32" if emulates else None)
+    typed = main([*words, "--dtype", "bfloat16"])
+    assert vars(build_parser().parse_args(typed[program + 1 :]))["dtype"] == "bfloat16"

@@ -24,7 +24,7 @@ from model import ConfigError, LMConfig
 from storage.folder import read_settings
 from training.arguments import TrainingArguments, as_arguments, build_parser, flags_of
 from training.dial import Dial, fitting_shapes
-from training.engine.device import require_usable_gpu
+from training.engine.device import cpu_emulates_bf16, require_usable_gpu
 from training.engine.launch import check_precision, deepspeed_plugin, set_launch_variables
 from training.log import require_trackers
 from training.prepare import Prepared, prepare
@@ -113,6 +113,9 @@ def main(words: list[str]) -> list[str]:
     if request.get("ENGINE") == "fp16":
         words = ["--dtype", "float16", *words]
     typed = vars(build_parser(request.kind).parse_args(words))
+    if not ("dtype" in typed or torch.cuda.is_available()) and cpu_emulates_bf16():
+        print("--dtype float32, because this CPU would emulate bf16")
+        words, typed["dtype"] = ["--dtype", "float32", *words], "float32"
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
     require_usable_gpu()

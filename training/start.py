@@ -22,7 +22,13 @@ from storage.checkpoint import write_base
 from storage.folder import RunFolder, release_locks
 from training.arguments import TrainingArguments, parse_arguments
 from training.build import build_model, random_state
-from training.engine.device import attention_kernel, available_memory, device_name, matrix_precision
+from training.engine.device import (
+    attention_kernel,
+    available_memory,
+    cpu_emulates_bf16,
+    device_name,
+    matrix_precision,
+)
 from training.engine.estimate import estimate, fits
 from training.engine.failures import less_memory, one_line_failures
 from training.engine.launch import Engine, build_engines
@@ -245,6 +251,8 @@ def warnings(run: Run) -> list[str]:
     free = available_memory(device, engine.processes)
     free = math.inf if free is None else -engine.largest(-free)  # the smallest of all processes
     texts = []
+    if device.type == "cpu" and args.dtype == "bfloat16" and cpu_emulates_bf16():
+        texts.append("WARNING: this CPU emulates bf16: --dtype float32 is many times faster")
     if prepared.val_set is None:
         other = "larger" if args.dataset.kind == CONVERSATIONS else "smaller"
         texts.append(

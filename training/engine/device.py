@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,6 +86,21 @@ def require_usable_gpu() -> None:
 def has_bf16() -> bool:
     """Return whether the GPU computes in bfloat16. NVIDIA GPUs do since Ampere."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def cpu_emulates_bf16() -> bool:
+    """Return whether this CPU multiplies bf16 matrices more slowly than fp32 matrices. Processors
+    without bf16 instructions do: they emulate bf16."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        x, times = torch.ones(256, 256, dtype=dtype), []
+        for _ in range(5):  # the shortest time counts: other programs may use the CPU
+            start = time.perf_counter()
+            x @ x
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return seconds(torch.bfloat16) > seconds(torch.float32)
 
 
 def default_dtype(device_type: str) -> str:
