@@ -1,25 +1,48 @@
 """Measure which shape trains best in a given time, to check training/recipe.py.
 
     python -m benchmarks.recipe --data out/data/builtin --minutes 2,8 --shapes 3x128,3x192,4x192
+    python -m benchmarks.recipe --choices     # what the recipe would choose elsewhere, computed
 
 Each shape first trains for a few steps, to measure its speed, and then for the steps that fit into
 the time. Start and validations do not count. The cores must be free. Finished runs are reused.
+A formula is fitted to the runs of a text; out/benchmarks/recipe.png shows the runs.
 """
 
+import itertools
 from pathlib import Path
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 from benchmarks.cli import heading, names, new_parser, numbers, table
 from benchmarks.distillation import train
 from common.errors import UsageError, one_line_errors, stop_in_order
+from data.packing import BY_SIZE
 from data.shards import read_description
 from model import ConfigError, LMConfig, Transformer
-from training.recipe import BATCH, SHAPES, Candidate, optimizer_flags, shape_settings
+from training import recipe
+from training.dial import GPU_SHARE, GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED
+from training.engine.device import peak_flops
 
 PROGRAM = "benchmarks.recipe"
-NAMES = {f"{n_layers}x{dim}": (n_layers, dim) for n_layers, dim in SHAPES}
+NAMES = {f"{n_layers}x{dim}": (n_layers, dim) for n_layers, dim in recipe.SHAPES}
 SPEED_STEPS = 40
+PICTURE = Path("out/benchmarks/recipe.png")
+# Exponents of parameters and tokens: Hoffmann et al., https://arxiv.org/abs/2203.15556.
+EXPONENTS = -0.34, -0.28
+# E, A and B of the built-in text, fitted to the runs in docs/recipe.md.
+BUILT_IN = 0.297, 0.306, 0.804
+# For --choices: machine → (GPUs, FLOP/s in training); text → (bytes, bytes per token); minutes.
+H100 = peak_flops("H100", "bf16") * GPU_SHARE
+MACHINES = {
+    "2 cores": (0, 0.37e12),  # measured with 3 × 128
+    "RTX 4090": (1, peak_flops("RTX 4090", "bf16") * GPU_SHARE),
+    "H100": (1, H100),
+    "8 × H100": (8, 8 * H100),
+}
+TEXTS = {"300 KB": (3e5, 1.5), "12 MB": (1.2e7, 3.19), "1 GB": (1e9, 4.0), "10 GB": (1e10, 4.0)}
+TIMES = {"10 minutes": 10, "8 hours": 480, "2 days": 2880}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,41 +56,135 @@ def main(argv: list[str] | None = None) -> None:
         add("--shapes", type=names(NAMES), default=list(NAMES)[:5], help="layers x dim in SHAPES")
         add("--seeds", type=numbers, default=[1], help="one run per seed")
         add("--flags", default="", help="more training flags")
+        add("--choices", action="store_true", help="train nothing: print what the recipe chooses")
         args = parser.parse_args(argv)
+        print(heading(PROGRAM, argv))
+        if args.choices:
+            print(f"\n{table(choices())}")
+            return
         for folder in args.data:
             read_description(folder)
-        rows = [
-            row(folder, NAMES[shape], minutes, seed, args.flags)
-            for folder in args.data
-            for shape in args.shapes
-            for minutes in args.minutes
-            for seed in args.seeds
-        ]
-        print(heading(PROGRAM, argv), table(rows), sep="\n\n")
+        figure = Figure(figsize=(4 * len(args.data), 4), layout="constrained")
+        panels = figure.subplots(1, len(args.data), squeeze=False)[0]
+        for folder, axes in zip(args.data, panels, strict=True):
+            runs = itertools.product(args.shapes, args.minutes, args.seeds)
+            rows = [row(folder, *run, args.flags) for run in runs]
+            print(f"\n{table(rows)}")
+            if len(rows) > len(BUILT_IN):
+                print(f"\n{describe_fit(rows)}")
+            draw(axes, rows)
+        figure.savefig(PICTURE, dpi=100)
 
 
-def row(data: Path, shape: tuple[int, int], minutes: int, seed: int, more: str) -> dict:
+def row(data: Path, name: str, minutes: int, seed: int, more: str) -> dict:
     """Train a shape for this many minutes; return its row of the table. `more`: more flags."""
-    settings = shape_settings(*shape, {})
+    settings = recipe.shape_settings(*NAMES[name], {})
     length = settings["max_seq_len"]
-    with torch.device("meta"):
-        model = Transformer(LMConfig(**settings, vocab_size=read_description(data)["vocab_size"]))
-    candidate = Candidate(settings, model.num_parameters(), 0.0, length, BATCH // length)
-    flags = settings | optimizer_flags(candidate, muon=True)
-    flags |= {"batch_size": BATCH // length}
+    model = candidate(settings, read_description(data)["vocab_size"], recipe.BATCH // length)
+    flags = settings | recipe.optimizer_flags(model, muon=True) | {"batch_size": model.rows}
     words = " ".join(f"--{name} {value}" for name, value in flags.items())
     speed = train("speed", data, [words, f"{more} --max_steps {SPEED_STEPS}"], seed)
     steps = round(60 * minutes / speed.step_seconds)
     result = train("recipe", data, [words, f"{more} --max_steps {steps}"], seed)
     return {
         "text": data.name,
-        "layers × dim": " × ".join(map(str, shape)),
+        "shape": name,
         "minutes": minutes,
         "seed": seed,
-        "steps": f"{steps:,}",
-        "tokens/s": f"{BATCH / result.step_seconds:,.0f}",
-        "bits per byte": f"{result.bits_per_byte:.4f}",
+        "steps": steps,
+        "million tokens": round(steps * recipe.BATCH / 1e6, 2),
+        "million parameters": round(model.parameters / 1e6, 3),
+        "tokens/s": round(recipe.BATCH / result.step_seconds),
+        "bits per byte": round(result.bits_per_byte, 4),
     }
+
+
+def candidate(settings: dict, vocab_size: int, rows: int) -> recipe.Candidate:
+    """Return the model with these flags, and a micro-batch of `rows` sequences."""
+    with torch.device("meta"):
+        model = Transformer(LMConfig(**settings, vocab_size=vocab_size))
+    length = settings["max_seq_len"]
+    flops = model.flops_per_token(length)
+    return recipe.Candidate(settings, model.num_parameters(), flops, length, rows)
+
+
+def terms(rows: list[dict]) -> np.ndarray:
+    """Return (1, N^-0.34, D^-0.28) of each run, for N million parameters and D million tokens."""
+    sizes = np.array([(row["million parameters"], row["million tokens"]) for row in rows])
+    return np.column_stack([np.ones(len(rows)), sizes**EXPONENTS])
+
+
+def describe_fit(rows: list[dict]) -> str:
+    """Fit bits per byte = E + A × N^-0.34 + B × D^-0.28 by least squares; describe the result."""
+    measured = np.array([row["bits per byte"] for row in rows])
+    found = np.linalg.lstsq(terms(rows), measured, rcond=None)[0]
+    error = np.sqrt(np.mean((terms(rows) @ found - measured) ** 2))
+    values = "E {:.3f}, A {:.3f}, B {:.3f}".format(*found)
+    return f"Fit: {values}; root mean square error {error:.4f} bits per byte."
+
+
+def draw(axes, rows: list[dict]) -> None:
+    """Draw the runs of a text, one line per shape."""
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        found = sorted(
+            (row["million tokens"], row["bits per byte"]) for row in rows if row["shape"] == shape
+        )
+        axes.plot(*zip(*found, strict=True), marker="o", label=shape)
+    axes.set(title=rows[0]["text"], xlabel="million training tokens", ylabel="bits per byte")
+    axes.legend()
+
+
+def choices() -> list[dict]:
+    """Return what the recipe chooses for TEXTS on MACHINES, with the fitted loss."""
+    rows, ended = [], set()
+    for machine, text, time in itertools.product(MACHINES, TEXTS, TIMES):
+        plan, minutes = planned(*MACHINES[machine], *TEXTS[text], TIMES[time])
+        if (machine, text) in ended:
+            continue
+        if minutes < 0.98 * TIMES[time]:  # the text ends the run: more time changes nothing
+            ended.add((machine, text))
+            time += f", ends after {minutes:.0f} min" if minutes > 1 else ", ends within a minute"
+        model = plan.model
+        size = {"million parameters": model.parameters / 1e6, "million tokens": plan.worth / 1e6}
+        rows.append(
+            {
+                "machine": machine,
+                "text": text,
+                "time": time,
+                "layers × dim": f"{model.settings['n_layers']} × {model.settings['dim']}",
+                "million parameters": f"{model.parameters / 1e6:.3g}",
+                "steps × tokens": f"{plan.steps:,} × {round(plan.tokens / plan.steps):,}",
+                "million tokens": f"{plan.tokens / 1e6:,.0f}",
+                "passes": f"{plan.passes:.2g}",
+                "bits per byte": f"{(terms([size]) @ BUILT_IN)[0]:.2f}",
+            }
+        )
+    return rows
+
+
+def planned(
+    gpus: int, flops: float, size: float, per_token: float, minutes: float
+) -> tuple[recipe.Plan, float]:
+    """Return the plan for a text of `size` bytes, and the minutes that its steps take."""
+    defaults = next(each for each in BY_SIZE if size < each.below)
+    task = recipe.Task(
+        seconds=60 * minutes,
+        tokens=size / per_token * (1 - defaults.val_fraction),
+        most_passes=MOST_PASSES_SEGMENTED if defaults.segmentations > 1 else MOST_PASSES,
+        processes=max(1, gpus),
+    )
+    models = []
+    for shape in recipe.SHAPES:
+        settings = recipe.shape_settings(*shape, {})
+        rows = (GPU_TOKENS if gpus else recipe.BATCH) // settings["max_seq_len"]
+        models.append(candidate(settings, defaults.vocab_size, rows))
+    models.sort(key=lambda model: model.parameters)
+
+    def seconds(model: recipe.Candidate) -> float:
+        return model.rows * model.length * model.flops * task.processes / flops
+
+    plan = recipe.choose(task, models, seconds)
+    return plan, plan.steps * plan.step_seconds / 60
 
 
 if __name__ == "__main__":

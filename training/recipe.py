@@ -89,14 +89,18 @@ class Plan:
         return self.tokens / self.steps / self.step_seconds
 
     @property
+    def worth(self) -> float:
+        """Training tokens, where a token of a repeated pass counts less than a new token."""
+        if self.passes <= 1:
+            return self.tokens
+        repeats = WORTH_PASSES * -math.expm1((1 - self.passes) / WORTH_PASSES)
+        return self.tokens / self.passes * (1 + repeats)
+
+    @property
     def excess(self) -> float:
         """Tokens per parameter divided by the suitable number; above 1 the model is too small."""
         suitable = TOKENS_PER_PARAMETER * (self.tokens / TOKENS) ** RISE
-        worth = self.tokens
-        if self.passes > 1:
-            repeats = WORTH_PASSES * -math.expm1((1 - self.passes) / WORTH_PASSES)
-            worth = self.tokens / self.passes * (1 + repeats)
-        return worth / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
+        return self.worth / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
 
 
 def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +126,7 @@ def choose(
     while 0 <= index < len(models) and index not in plans:
         plan = plan_for(task, models[index], seconds(models[index]))
         fixed = {"batch_size", "max_steps", "epochs"} & task.typed.keys()
-        if plan.steps < LEAST_STEPS and plan.model.rows > 1 and not fixed:
+        while plan.steps < LEAST_STEPS and plan.model.rows > 1 and not fixed:
             fewer = replace(plan.model, rows=max(1, plan.model.rows * plan.steps // LEAST_STEPS))
             plan = plan_for(task, fewer, seconds(fewer))
         plans[index] = plan
