@@ -95,5 +95,5 @@ SIZES = {  # "360m" is the model of Method 1
     "26m": Work(dim=512, n_layers=8, batch_size=8, seq_len=512),
     "104m": Work(dim=768, n_layers=16, batch_size=8, seq_len=512),
     "360m": Work(dim=1024, n_layers=32, batch_size=24, seq_len=1024),
-    "test": Work(dim=64, n_layers=2, batch_size=2, seq_len=32, n_heads=4),  # for the tests
+    "test": Work(dim=64, n_layers=2, batch_size=2, seq_len=32, n_heads=4, dtype="float32"),
 }
