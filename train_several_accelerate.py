@@ -182,7 +182,7 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
 
 
 def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | None]:
-    """Return each run's checkpoint of the newest step of which all runs have an undamaged one. If
+    """Return one checkpoint of each run, of the newest step at which all of them are undamaged. If
     no run has a checkpoint, return `resume` for each. Raises UsageError without such a step."""
     steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
     if resume is None or not any(steps):

@@ -1,6 +1,6 @@
 """Atomic files and folders: write to a temporary name, force it to the disk, then rename it.
 
-Only one process may write a path at a time. It replaces what a killed writer left unfinished.
+Only one process may write a path at a time. It replaces unfinished files of a killed writer.
 """
 
 import errno

@@ -19,7 +19,7 @@ class UsageError(ValueError):
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error; of an OSError without its number and path."""
+    """Return the message of an error; for an OSError, leave out its number and path."""
     return getattr(error, "strerror", None) or str(error)
 
 

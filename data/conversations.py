@@ -102,7 +102,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
 
 
 def text_of(content: object) -> object:
-    """Join a list of text parts. Return any part that is not text, or content that is no list."""
+    """Join a list of text parts, or return its first part of another type. Keep other content."""
     with suppress(TypeError, KeyError):
         if isinstance(content, list):
             others = [part for part in content if part["type"] != "text"]
@@ -169,7 +169,7 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
     """Yield one question about each public function, method and class. The answer is the signature
-    or the summary. With a second question, one split could contain the answers of the other."""
+    or the summary. A second question could stand in the other split and contain the answer."""
     seen = set()
     for path in files:
         relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")

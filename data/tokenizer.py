@@ -116,7 +116,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may cut a character."""
+        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may be half a character."""
         added = self._model.get_added_tokens_decoder()
         return {text: id for text, id in self._model.get_vocab().items() if id not in added}
 

@@ -30,7 +30,7 @@ def train_tokenizer(
         raise DataError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
     size = vocab_size
     while isinstance(model := _train(texts, size), int):
-        size = model  # fewer characters become pieces: repeat, because the limit may fall
+        size = model  # repeat: now fewer characters become pieces, so the limit may fall again
         if size < LEAST_VOCABULARY:
             raise DataError("too little text to train a tokenizer on")
     if size < vocab_size and not may_shrink:

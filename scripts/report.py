@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m scripts.report", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folder, or 'auto' for the newest run")
-    add("--out", type=Path, help="page to write (default: RUN/report.html, or out/report.html)")
+    add("--out", type=Path, help="page (default: RUN/report.html; several RUNs: out/report.html)")
     add("--picture", type=Path, help="also draw the losses into a .png or .svg file")
     args = parser.parse_args(argv)
     if args.picture and args.picture.suffix not in (".png", ".svg"):

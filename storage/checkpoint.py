@@ -138,7 +138,7 @@ def saved_lora(checkpoint: Path) -> LoRA | None:
 
 
 def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
-    """Return a checkpoint's weights and adapters by name. Raises ConfigError if one is damaged."""
+    """Return weights and adapters of a checkpoint by name. Raises ConfigError if it is damaged."""
     trained = portable.load_tensors(checkpoint / WEIGHTS)
     return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
 

@@ -62,7 +62,7 @@ _held: list[int] = []  # file descriptors of the locks that this process holds
 
 def lock(path: Path, otherwise: str = "--run_name") -> None:
     """Lock the folder of the lock file `path` until `release_locks` or the end of the process.
-    If another process holds the lock, raises UsageError, which advises to change `otherwise`."""
+    If another process holds the lock, raises UsageError, which says: use another `otherwise`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not try_lock(descriptor):
         os.close(descriptor)

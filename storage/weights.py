@@ -55,7 +55,7 @@ class WeightsFolder:
 
     @classmethod
     def find(cls, name: str, foreign: bool = False) -> "WeightsFolder":
-        """Find the weights of a finished run; of another run, its newest undamaged checkpoint.
+        """Find the weights of a finished run, or the newest undamaged checkpoint of another run.
 
         Args:
             name: a run, RUN@best, a checkpoint, a folder of weights, or 'auto'.

@@ -257,7 +257,7 @@ def build_parser(
     kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
 ) -> argparse.ArgumentParser:
     """Return a parser of a program's training flags (if `only` is given, of these alone) and of the
-    model's flags. It returns typed flags only, because the dataclasses have the defaults."""
+    model's flags. The parser returns only typed flags; the dataclasses have the defaults."""
     prog = f"python {kind.program}"
     parser = OneLineParser(prog=prog, description=kind.about, allow_abbrev=False)
     groups = {}
@@ -305,7 +305,7 @@ def parse_arguments(
 def as_arguments(
     values: dict, kind: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
-    """Split parsed flags into training arguments and model settings; remove entries of `values`."""
+    """Split parsed flags into training arguments and model settings. This changes `values`."""
     values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}

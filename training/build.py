@@ -27,7 +27,7 @@ class BuiltModel:
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed torch's generators (training uses no others) with different numbers on each rank."""
+    """Seed torch's generators (training uses no others) with a number that depends on `rank`."""
     torch.manual_seed(seed + 1000003 * rank)
 
 

@@ -93,7 +93,7 @@ def prune(run: RunFolder, keep_last: int) -> None:
         return
     checkpoints = run.all_checkpoints()
     keep = {*checkpoints[-keep_last:], files.best(checkpoints)}
-    leftovers = run.checkpoints.glob("step-*.*")  # aside from an earlier resume, or unfinished
+    leftovers = run.checkpoints.glob("step-*.*")  # set aside at a resume, or unfinished
     for path in {*leftovers, *checkpoints} - keep:
         remove(path)
 

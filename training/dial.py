@@ -35,7 +35,7 @@ from training.run import Run
 from training.start import notebook_process, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# A run also needs LAUNCH_SHARE × the time of preflight (without preparing text), and END_SECONDS.
+# Time not for steps: LAUNCH_SHARE × preflight's (without preparing text), and END_SECONDS.
 LAUNCH_SHARE, END_SECONDS = 1.5, 4
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
@@ -46,7 +46,7 @@ MOST_PASSES, MOST_PASSES_SEGMENTED, MOST_PASSES_CHAT = 10, 15, 3
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters
 CHAT_BATCH = 16  # conversations per process in a step
 MEASURED_SECONDS = 1.5  # minimum time to measure; at least two steps
-# Measured steps write no files. They end by time, long before max_steps.
+# Measured steps save no checkpoint. They end by time, long before max_steps.
 QUIET = {"log_with": "none", "max_steps": 10**9, "save_interval": 0, "save_minutes": 0.0}
 QUIET |= {"profile": False, "warmup_steps": None, "accumulation_steps": 1}
 

@@ -81,7 +81,7 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and paused seconds since `began`. The first step and each report begin a new clock."""
+    """Steps and paused seconds since `began`: the start, the end of the first step, or a report."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()
@@ -103,7 +103,7 @@ class TrainingLog:
     folder: RunFolder
     args: TrainingArguments
     tokens_per_step: float  # mean tokens of a step on all processes, without padding
-    flops_per_token: float  # model FLOPs of forward and backward
+    flops_per_token: float  # model FLOPs: forward and backward, and a teacher's forward
     total_steps: int  # of the whole run
     first_step: int  # 1, or the first step after a resume
     name: str = ""  # printed before every line, if several runs are trained side by side

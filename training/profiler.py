@@ -27,7 +27,7 @@ class StepProfiler:
         self._phase, self._since = "", 0.0  # the current phase and the time when it began
         self._micro_batches, self._trace = 0, None
         self._label, self._recording = ExitStack(), ExitStack()
-        if args.profile and hasattr(model, "get_global_grad_norm"):  # DeepSpeed's backward steps
+        if args.profile and hasattr(model, "get_global_grad_norm"):  # its backward calls `step`
             self._engine_step, model.step = model.step, self._timed_engine_step
 
     def begin_step(self, step: int) -> None:

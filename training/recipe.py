@@ -1,6 +1,6 @@
 """Compute the model and the flags that run_accelerate.sh uses for a text, a machine and a time.
 
-`choose` measures nothing: the function that it is given returns the seconds of a step.
+`choose` measures nothing: it gets a function that returns the seconds of a step.
 docs/recipe.md has the measurements behind the numbers; `python -m benchmarks.recipe` repeats them.
 """
 

@@ -84,8 +84,8 @@ def claim(start: StartingPoint) -> None:
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return `args`; at a resume, the run folder replaces --init_from, whose weights may have been
-    deleted, and the run's teacher replaces --teacher auto, which may mean another run by now."""
+    """Return `args`. At a resume, the run folder replaces --init_from: its weights may be deleted.
+    The run's teacher replaces --teacher auto: the newest run may be another one now."""
     if start.checkpoint and args.init_from:
         base = start.folder.base
         args = replace(args, init_from=str(base if base.exists() else start.checkpoint))

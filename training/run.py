@@ -128,7 +128,7 @@ class Run:
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the step. Afterwards DeepSpeed reduces coalesced gradients."""
+        """Yield the step's micro-batches. If gradients are coalesced, then reduce them and step."""
         self.profiler.phase("data")
         coalesces = self.engine.coalesces
         with self.model.coalesce_grad_reduction() if coalesces else nullcontext():

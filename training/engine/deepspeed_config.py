@@ -1,6 +1,6 @@
 """Merge DeepSpeed's JSON file and the training flags into one configuration.
 
-Flags fill each "auto". A value that contradicts a flag is an error, and so is a key without effect.
+Flags fill each "auto". A value that contradicts a flag is an error, and so is an unsupported key.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from common.errors import UsageError, reason
 from training.arguments import TrainingArguments
 
-# Values for "auto" in "zero_optimization" where no flag decides (the first two: ds_config.json).
+# Values for "auto" in "zero_optimization" where no flag decides (two are as in ds_config.json).
 AUTO_DEFAULTS = {
     "overlap_comm": True,
     "allgather_bucket_size": 50_000_000,
@@ -28,7 +28,7 @@ BY_WIDTH = {
 }
 ADAM_EPS = 1e-8
 # The next two tables: prefix of a section → keys of this section, separated by spaces.
-# KNOWN has all keys with an effect. DeepSpeed itself checks the sections that are not listed.
+# KNOWN has all keys that are accepted. DeepSpeed itself checks the sections that are not listed.
 KNOWN = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
     "gradient_clipping gradient_allreduce_op gradient_predivide_factor prescale_gradients "

@@ -60,7 +60,7 @@ class Kind:
 
     @property
     def takes_muon(self) -> bool:
-        """True if Muon can run: the optimizer is not offloaded, and matrices are not divided."""
+        """True if Muon can run: the optimizer is not offloaded, and the stage is not 3."""
         return self.stage != 3 and self.optimizer_on == GPU
 
 
@@ -237,7 +237,7 @@ def _activations(kind: Kind, work: Workload) -> float:
     block = 2 * norm + attention + scores + feed_forward
     kept = config.n_layers * block + norm  # with the final norm
     if work.args.gradient_checkpointing != "off":
-        inputs = 4 if work.on_cpu else 1  # on a CPU, memory between two inputs stays unused
+        inputs = 4 if work.on_cpu else 1  # on a CPU, freed memory between inputs stays unused
         kept = inputs * config.n_layers * h * config.dim + block + norm
         if work.args.gradient_checkpointing == "selective" and not keeps_scores:
             kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)
