@@ -161,8 +161,8 @@ class ConversationSet(TokenStream):
         return row[:-1], targets[1:]
 
     def collate(self, rows: list[tuple], on_gpu: bool = False) -> tuple[Tensor, Tensor]:
-        """Pad rows of (tokens, targets) at their ends to `padded_length`. Return tokens and targets,
-        both (rows, length). Padded targets are IGNORE_INDEX."""
+        """Pad rows of (tokens, targets) at their ends to `padded_length`. Return both as tensors of
+        shape (rows, length). Padded targets are IGNORE_INDEX."""
         longest = max(len(tokens) for tokens, _ in rows)
         length = padded_length(longest, self.seq_len, on_gpu)
         all_tokens = torch.zeros(len(rows), length, dtype=torch.int64)
