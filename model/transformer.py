@@ -153,7 +153,7 @@ class Transformer(nn.Module):
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> TransformerOutput:
         """Compute the loss from x, (B, T, dim), in chunks of tokens; see model/loss.py."""
         n_tokens = targets.numel()
-        size = tokens_at_once(self.config.vocab_size, n_tokens)
+        size = tokens_at_once(self.config.vocab_size, n_tokens, x.device)
         if size == n_tokens and reduction == "mean":
             return TransformerOutput(None, self.token_loss(self.output(x), targets, reduction))
 

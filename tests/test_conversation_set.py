@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_dataset import make_folder
 
-from data.dataset import ConversationSet, PackedDataset, endless_batches
+from data.dataset import ConversationSet, PackedDataset, endless_batches, padded_length
 from data.errors import DataError, NothingFitsError
 from data.order import LengthSampler
 from data.shards import ShardWriter, token_dtype
@@ -116,23 +116,35 @@ def test_the_identity_depends_on_tokens_and_answers(tmp_path):
     assert len({a, c, d}) == 3
 
 
+def test_fewer_lengths_occur_on_a_gpu_than_on_a_cpu():
+    for seq_len, gpu, cpu in (
+        (40, [40], [*range(8, 41, 8)]),
+        (512, [48, 64, 96, 128, 192, 256, 384, 512], [*range(32, 513, 32)]),
+        (1000, [48, 64, 96, 128, 192, 256, 384, 512, 768, 1000], [*range(62, 993, 62), 1000]),
+    ):
+        for on_gpu, expected in ((True, gpu), (False, cpu)):
+            padded = [padded_length(n, seq_len, on_gpu) for n in range(1, seq_len + 1)]
+            assert all(length >= n for n, length in enumerate(padded, start=1))
+            assert padded == sorted(padded)
+            assert sorted(set(padded)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # this machine may have no GPU
 @pytest.mark.parametrize("workers", [0, 1])
-def test_training_rows_are_padded_at_the_end_to_a_multiple_of_a_length(tmp_path, workers):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_training_rows_are_padded_at_the_end_to_the_length_of_the_device(tmp_path, workers, on_gpu):
     dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 1000)
     sampler = LengthSampler(len(dataset), 4, lengths=dataset.lengths, global_batch=4)
-    batches = islice(endless_batches(dataset, sampler, num_workers=workers), 5)
+    batches = islice(endless_batches(dataset, sampler, workers, on_gpu), 5)
     for numbers, (tokens, targets) in zip(sampler, batches, strict=False):
         rows = [dataset[i] for i in numbers]
         longest = max(len(row) for row, _ in rows)
-        assert tokens.shape == targets.shape == (4, -(-longest // 62) * 62)
+        assert tokens.shape == targets.shape == (4, padded_length(longest, 1000, on_gpu))
         for i, (row, wanted) in enumerate(rows):
             assert torch.equal(tokens[i, : len(row)], row)
             assert torch.equal(targets[i, : len(row)], wanted)
             assert (targets[i, len(row) :] == IGNORE_INDEX).all()
             assert (tokens[i, len(row) :] == 0).all()
-    row = torch.ones(999, dtype=torch.int64)
-    for n, padded in ((1, 62), (62, 62), (63, 124), (999, 1000)):  # at most the context
-        assert dataset.collate([(row[:n], row[:n])] * 2)[0].shape == (2, padded)
 
 
 def test_pickled_and_moved_data_can_still_be_read(tmp_path):

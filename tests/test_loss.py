@@ -93,14 +93,29 @@ def test_logits_are_computed_one_chunk_at_a_time(in_chunks, recompute):
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "tokens", "at_once"),
+    ("vocab_size", "tokens", "on_cpu", "on_gpu"),
     [
-        (6_400, 1 << 20, 1 << 20),
-        (32_768, 1 << 20, 1 << 20),  # up to here there is one chunk
-        (49_152, 512, 512),
-        (49_152, 4_096, 683),  # 6 chunks, of which the last is a little smaller
-        (128_256, 4_096, 256),
+        (6_400, 1 << 20, 1 << 20, 1 << 20),
+        (32_768, 1 << 20, 1 << 20, 1 << 20),  # up to here there is one chunk
+        (49_152, 512, 512, 512),
+        (49_152, 4_096, 683, 4_096),  # 6 chunks, of which the last is a little smaller
+        (128_256, 4_096, 256, 2_048),
+        (128_256, 24 * 1_024, 262, 2_048),  # 94 and 12 chunks
     ],
 )
-def test_a_vocabulary_above_32768_is_cut_into_equal_chunks(vocab_size, tokens, at_once):
-    assert loss.tokens_at_once(vocab_size, tokens) == at_once
+def test_a_vocabulary_above_32768_is_cut_into_equal_chunks(vocab_size, tokens, on_cpu, on_gpu):
+    for device, at_once in (("cpu", on_cpu), ("cuda", on_gpu)):
+        assert loss.tokens_at_once(vocab_size, tokens, torch.device(device)) == at_once
+
+
+def test_the_device_of_the_model_decides_the_size_of_a_chunk(in_chunks, monkeypatch):
+    in_chunks()
+    monkeypatch.setattr(loss, "GPU_CHUNK_LOGITS", 32 * VOCAB)
+    rows = []
+    model = opinionated(VOCAB, SEQ_LEN)
+    model.output.register_forward_hook(lambda layer, x, logits: rows.append(logits.shape[0]))
+    for device in ("cpu", "meta"):  # meta: any device that is not a CPU
+        x = torch.zeros(BATCH, SEQ_LEN, model.config.dim, device=device)
+        with torch.no_grad():
+            model.to(device)._loss(x, some_targets().to(device), "mean")
+    assert rows == [16, 16, 16, 15, 32, 31]

@@ -66,6 +66,8 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
             parameter.data = parameter.data.to(getattr(torch, args.dtype))
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
+    # cuDNN would prepare a plan of attention for each length of conversations, in validation too.
+    torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if compilation.on:
         compile_blocks(model)
     # DDP would broadcast this buffer of complex numbers, which NCCL cannot send.

@@ -55,7 +55,7 @@ def step_batches(
         seed=args.seed,
         start=start_step * global_batch,  # in sequences
     )
-    source = endless_batches(train_set, order, args.num_workers, pin_memory=device.type == "cuda")
+    source = endless_batches(train_set, order, args.num_workers, on_gpu=device.type == "cuda")
 
     def read() -> MicroBatch:
         tokens, targets = next(source)

@@ -29,7 +29,7 @@ from training.engine.device import (
     device_name,
     matrix_precision,
 )
-from training.engine.estimate import estimate, fits
+from training.engine.estimate import DDP, Kind, Workload, estimate, fits
 from training.engine.failures import less_memory, one_line_failures
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
@@ -184,7 +184,8 @@ def start_block(run: Run) -> str:
         rows, read = "conversations", data.summary
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,} {rows}"
-    hint = ""
+    work = prepared.workload(engine.processes, device, run.built.compilation.on)
+    hint = without_engine(engine.kind, work)
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
     optimizer = "AdamW"
@@ -201,7 +202,6 @@ def start_block(run: Run) -> str:
             f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}, "
             f"{run.teacher.held / 1e6:,.1f} MB of weights per process"
         )
-    work = prepared.workload(engine.processes, device, run.built.compilation.on)
     expected = estimate(engine.kind, work)
     places = {"in RAM": expected.ram, "on NVMe": expected.nvme}
     offloaded = "".join(f", {memory(n)} {place}" for place, n in places.items() if n)
@@ -232,6 +232,17 @@ def start_block(run: Run) -> str:
         "schedule": prepared.schedule_note,
     }
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items() if value is not None)
+
+
+def without_engine(kind: Kind, work: Workload) -> str:
+    """Return what one process on a GPU would save without its engine, or "" if nothing."""
+    saved = estimate(kind, work).peak - estimate(DDP, work).peak
+    if work.processes > 1 or work.on_cpu or saved <= 0:
+        return ""
+    return (
+        f"; one process has nothing to divide: `python {work.args.program}` needs about "
+        f"{memory(saved)} less and copies no gradients"
+    )
 
 
 def _parameters(shapes: Transformer) -> str:

@@ -18,25 +18,25 @@ from model import IGNORE_INDEX, LMConfig, Transformer
 
 pytestmark = pytest.mark.slow
 
-STEPS, GLOBAL_BATCH, SEQ_LEN, SEED = 6, 8, 32, 7
+STEPS, GLOBAL_BATCH, SEQ_LEN, SEED = 6, 24, 32, 7
 PEAK, MUON_PEAK, WARMUP = 1e-3, 0.02, 2
 CLIPPED = 0.1
 TOLERANCE = 1e-4
-# name → engine, processes, batch_size, accumulation_steps; each global batch has 8 sequences
+# name → engine, processes, batch_size, accumulation_steps; each global batch has 24 sequences
 SHARED_OUT = {
-    "plain 8": ("plain", 1, 8, 1),
-    "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
-    "DDP 2 x 2 x 2 accumulation": ("ddp", 2, 2, 2),
-    "ZeRO-1 2 x 4": ("zero1", 2, 4, 1),
-    "ZeRO-2 1 x 8": ("zero2", 1, 8, 1),
-    "ZeRO-2 2 x 2 x 2 accumulation": ("zero2", 2, 2, 2),
-    "ZeRO-3 2 x 4": ("configs/zero3.yaml", 2, 4, 1),
+    "plain 24": ("plain", 1, 24, 1),
+    "plain 3 x 8 accumulation": ("plain", 1, 3, 8),
+    "DDP 3 x 1 x 8 accumulation": ("ddp", 3, 1, 8),
+    "ZeRO-1 2 x 12": ("zero1", 2, 12, 1),
+    "ZeRO-2 1 x 24": ("zero2", 1, 24, 1),
+    "ZeRO-2 3 x 1 x 8 accumulation": ("zero2", 3, 1, 8),
+    "ZeRO-3 2 x 12": ("configs/zero3.yaml", 2, 12, 1),
     # "round_robin_gradients" distributes the parameters in another order.
-    "round robin": ("round robin", 2, 4, 1),
+    "round robin": ("round robin", 2, 12, 1),
 }
 PLAIN, ACCUMULATED, DDP, ZERO_1, ZERO_2 = (
-    *("plain 8", "plain 2 x 4 accumulation", "DDP 2 x 2 x 2 accumulation", "ZeRO-1 2 x 4"),
-    "ZeRO-2 2 x 2 x 2 accumulation",
+    *("plain 24", "plain 3 x 8 accumulation", "DDP 3 x 1 x 8 accumulation", "ZeRO-1 2 x 12"),
+    "ZeRO-2 3 x 1 x 8 accumulation",
 )
 
 
@@ -168,8 +168,8 @@ def assert_same_end(run: Trained, reference: Reference) -> None:
 @pytest.mark.parametrize(
     ("how", "name"),
     [
-        *(("clipped", name) for name in (PLAIN, ACCUMULATED, DDP, "ZeRO-2 1 x 8", ZERO_2)),
-        *(("clipped", name) for name in (ZERO_1, "ZeRO-3 2 x 4")),
+        *(("clipped", name) for name in (PLAIN, ACCUMULATED, DDP, "ZeRO-2 1 x 24", ZERO_2)),
+        *(("clipped", name) for name in (ZERO_1, "ZeRO-3 2 x 12")),
         *(("muon", PLAIN), ("muon", ZERO_2)),
         *(("muon", DDP), ("masked", ACCUMULATED), ("masked", ZERO_2)),
     ],
@@ -190,7 +190,7 @@ def test_zero_2_reduces_each_gradient_once_per_step(runs, packed, tmp_path):
     assert STEPS * n <= reduced < 1.01 * STEPS * n
     each = start("masked", ZERO_2, packed, tmp_path / "run", " --no-coalesce_reduction")
     assert each.column("loss") == pytest.approx(run.column("loss"), abs=TOLERANCE / 10)
-    assert f"reduced {reduced + STEPS * n} elements" in each.out
+    assert f"reduced {reduced + 7 * STEPS * n} elements" in each.out
 
 
 def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
@@ -242,7 +242,7 @@ def test_a_run_resumes_with_another_engine_and_number_of_processes(
 @pytest.mark.parametrize(
     ("how", "name", "what"),
     [
-        *(("clipped", PLAIN, "selective"), ("clipped", "ZeRO-3 2 x 4", "blocks")),
+        *(("clipped", PLAIN, "selective"), ("clipped", "ZeRO-3 2 x 12", "blocks")),
         ("muon", ZERO_2, "blocks"),
     ],
 )

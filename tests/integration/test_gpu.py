@@ -11,6 +11,7 @@ from inference.decoder import Decoder
 from model import LMConfig, Transformer
 from model.attention import fast_attention, plain_attention
 from training.engine.compilation import compile_blocks
+from training.engine.device import attention_kernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,6 +88,40 @@ def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32():
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     for reference, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, reference, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_compiled_blocks_run_cudnn_attention_only_if_it_is_switched_on(enabled):
+    """Fine-tuning switches it off before it compiles, see training/build.py."""
+    torch.compiler.reset()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    shape = {"dim": 128, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 50}
+    model = Transformer(LMConfig(**shape)).cuda().bfloat16()
+    compile_blocks(model)
+    tokens = torch.randint(0, 50, (2, 129), device="cuda")
+    with torch.profiler.profile() as profile:
+        model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+    said = attention_kernel(model.config, torch.bfloat16, torch.device("cuda"))
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    ran = any("cudnn" in event.key.lower() for event in profile.key_averages())
+    assert ran == ("cuDNN" in said)
+    assert enabled or not ran
+
+
+def test_a_large_vocabulary_has_the_loss_and_gradients_of_the_cpu(monkeypatch):
+    monkeypatch.setattr("model.loss.LARGE_VOCABULARY", 0)
+    monkeypatch.setattr("model.loss.GPU_CHUNK_LOGITS", 30 * 50)  # chunks of 28 or 29 tokens
+    torch.manual_seed(0)
+    shape = {"dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 50}
+    model, tokens, results = Transformer(LMConfig(**shape)), torch.randint(0, 50, (2, 72)), []
+    for device in ("cpu", "cuda"):
+        model, tokens = model.to(device), tokens.to(device)
+        model.zero_grad()
+        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        loss.backward()
+        results.append([loss.item(), *(p.grad.to("cpu", copy=True) for p in model.parameters())])
+    for reference, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("found_inf", "steps"), [(0.0, 2), (1.0, 1)])

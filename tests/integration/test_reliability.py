@@ -219,10 +219,11 @@ SUMS = "if calls == 2: print('sums of micro-batches:', self.norm.weight.grad_acc
 NAN = 'out = out._replace(loss=out.loss * float("nan"))'
 
 
-def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path):
-    flags = "--max_steps 6 --log_interval 2 --dtype bfloat16 --accumulation_steps 2"
-    trainer = Trainer(tmp_path, packed, "zero2", 1, flags)
-    ended = trainer.finish("run", script=injected(tmp_path, f"{SUMS}\nif calls == 5: {NAN}"))
+def test_a_nan_of_one_rank_never_reaches_the_weights_and_is_counted(packed, tmp_path):
+    flags = "--max_steps 6 --log_interval 2 --dtype bfloat16 --accumulation_steps 8 --batch_size 1"
+    trainer = Trainer(tmp_path, packed, "zero2", 3, flags)
+    on_rank_1 = f"if calls == 20 and os.environ['RANK'] == '1': {NAN}"  # in step 3
+    ended = trainer.finish("run", script=injected(tmp_path, f"{SUMS}\n{on_rank_1}"))
     assert ended.code == 0, ended.out[-3000:]
     assert "sums of micro-batches: torch.float32" in ended.out
     assert "  skipped 1" in ended.out

@@ -244,7 +244,7 @@ def _activations(kind: Kind, work: Workload) -> float:
     # Bytes of all tokens of the micro-batch:
     tokens = work.args.batch_size * config.max_seq_len
     casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # autocast's copies of weights
-    logits = tokens_at_once(config.vocab_size, tokens) * config.vocab_size
+    logits = tokens_at_once(config.vocab_size, tokens, work.device) * config.vocab_size
     logits *= 2 * h if compiled else 12  # with log-probabilities and gradients
     if work.teacher:  # logits of both models, a gradient, and copies of a chunk
         logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
