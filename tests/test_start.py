@@ -36,12 +36,13 @@ CONFIG = LMConfig()
 def run_of(monkeypatch, tmp_path):
     """Makes a run of two processes under ZeRO-2. Each process can use `available` bytes."""
 
-    def make(available=None, device="cpu", offload=False, args=None, **changes):
+    def make(available=None, device="cpu", offload=False, args=None, emulates=False, **changes):
         args = args or TrainingArguments(accumulation_steps=8)
         zero = {"stage": 2} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
         file = {"zero_optimization": zero, "data_types": {"grad_accum_dtype": "fp32"}}
         accelerator = SimpleNamespace(num_processes=2, device=torch.device(device))
         monkeypatch.setattr(start, "available_memory", lambda device, processes: available)
+        monkeypatch.setattr(start, "cpu_emulates_bf16", lambda: emulates)
         prepared = {
             **{"args": args, "start": StartingPoint(RunFolder(tmp_path)), "source": None},
             **{"teacher": None, "train_set": None, "val_set": 1, "config": CONFIG},
@@ -111,6 +112,12 @@ def test_the_memory_of_a_teacher_is_counted(run_of):
     teacher = SimpleNamespace(in_memory=TeacherInMemory(shapes, DDP))
     needed = enough_for(run_of(teacher=teacher))
     assert needed > enough_for(run_of()) + 2 * shapes.num_parameters()
+
+
+def test_bf16_on_a_cpu_that_emulates_it_is_warned_of(run_of):
+    (line,) = start.warnings(run_of(emulates=True))
+    assert "--dtype float32" in line
+    assert start.warnings(run_of(emulates=True, args=TrainingArguments(dtype="float32"))) == []
 
 
 @pytest.mark.parametrize(
