@@ -22,7 +22,6 @@ from training.engine.deepspeed_config import (
     fill_by_width,
     read_config,
     resolve,
-    take_schedule,
 )
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
@@ -143,13 +142,12 @@ def test_one_error_lists_all_problems(config):
     config = put(config, "zero_optimization.stage3_max_live_parameters", 1)
     config = put(config, "zero_optimization.round_robin", 1)
     config = put(config, "zero_optimization.offload_optimizer", {"device": "nvme"})
-    config |= scheduler("WarmupDecayLR", warmup_min_lr=1e-6, warmup_max_lr=3e-5, warmup_typ=1)
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0}}
     message = refused(config)
     for part in (
         *('"gradient_clipping" is 9', '"optimizer.params.lr" is 1', "stage3_max_live", "nvme_path"),
         *("DeepSpeed rejects the file: 1 validation error", "round_robin", '"auto" takes'),
-        *('"scheduler" says --learning_rate 3e-05', 'params.warmup_min_lr": no effect'),
-        'remove "scheduler.params.warmup_typ": no effect',
+        'remove "scheduler": not supported here',
     ):
         assert message.count(part) == 1, part
     stage = refused(put(config, "zero_optimization.stage", 0))
@@ -216,6 +214,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, says):
 
 def fixture(name: str) -> dict:
     config = read_config(str(FIXTURES / f"{name}.json"))
+    config.pop("scheduler", None)  # refused: --lr_schedule takes its place
     if "aio" in config["zero_optimization"]:  # a wrong place: DeepSpeed ignores it
         config["aio"] = config["zero_optimization"].pop("aio")
         config["zero_optimization"]["stage3_max_reuse_distance"] = 0
@@ -229,7 +228,6 @@ def test_the_guides_files_are_accepted_and_auto_gets_the_values_of_transformers(
     before, found = fixture(name), resolved(fixture(name), args)
     fill_by_width(found, 64)
     assert '"auto"' not in json.dumps(found)
-    assert "scheduler" not in found
     for key, value in OF_WIDTH_64.items():
         if before["zero_optimization"].get(key) == "auto":
             assert found["zero_optimization"][key] == value
@@ -246,64 +244,3 @@ def test_deepspeed_chats_configuration_gets_one_error_and_is_accepted_at_stage_3
     found = resolved(config, args)
     assert found["fp16"] == {"enabled": True, "loss_scale_window": 100}
     assert found["zero_optimization"]["stage3_prefetch_bucket_size"] == 3e7
-
-
-def scheduler(kind, **params) -> dict:
-    return {"scheduler": {"type": kind, "params": params}}
-
-
-@pytest.mark.parametrize(
-    ("config", "taken"),
-    [
-        (fixture("hugging_face_zero2"), {"lr_schedule": "constant"}),
-        (fixture("hugging_face_zero3"), {"lr_schedule": "linear", "min_lr_ratio": 0}),
-        (scheduler("WarmupLR"), {"lr_schedule": "constant", "warmup_steps": 1000}),
-        (
-            scheduler("WarmupLR", warmup_num_steps=7, warmup_max_lr=2e-4, last_batch_iteration=-1),
-            {"lr_schedule": "constant", "warmup_steps": 7},
-        ),
-        (
-            scheduler("WarmupDecayLR", warmup_num_steps=7, total_num_steps=90),
-            {"lr_schedule": "linear", "warmup_steps": 7, "max_steps": 90, "min_lr_ratio": 0},
-        ),
-        (
-            scheduler("WarmupCosineLR", warmup_num_steps="auto", total_num_steps="auto"),
-            {"lr_schedule": "cosine", "min_lr_ratio": 0.0001},
-        ),
-    ],
-)
-def test_the_files_scheduler_decides_if_no_flag_is_typed(config, taken):
-    args, said, problems = take_schedule(config, ARGS, "their.json")
-    assert args == replace(ARGS, **taken)
-    assert all(f"--{flag} {value}" in said for flag, value in taken.items())
-    assert said.startswith(config["scheduler"]["type"] + " of their.json")
-    assert said.endswith("the warm-up is linear here")
-    again, _, _ = take_schedule(config, args)  # the same values, typed as flags
-    assert again == args
-    assert problems == []
-
-
-def test_without_a_scheduler_the_flag_decides_and_a_cosine_is_the_default(config):
-    wsd = replace(ARGS, lr_schedule="wsd")
-    for file in (None, config):
-        assert take_schedule(file, ARGS) == (replace(ARGS, lr_schedule="cosine"), None, [])
-        assert take_schedule(file, wsd) == (wsd, None, [])
-
-
-@pytest.mark.parametrize(
-    ("config", "typed", "named"),
-    [
-        (scheduler("WarmupLR"), {"lr_schedule": "cosine"}, "--lr_schedule constant"),
-        (scheduler("WarmupLR", warmup_num_steps=7), {"warmup_steps": 8}, "the flags say 8"),
-        (scheduler("WarmupLR", warmup_max_lr=1e-3), {}, "--learning_rate 0.001"),
-        (scheduler("WarmupDecayLR", total_num_steps=9), {"max_steps": 8}, "--max_steps 9"),
-        (scheduler("WarmupDecayLR"), {"min_lr_ratio": 0.5}, "--min_lr_ratio 0"),
-        (scheduler("WarmupDecayLR", total_num_steps=9), {"epochs": 3}, "--epochs 3"),
-        (scheduler("WarmupLR", warmup_min_lr=1e-5), {}, "begins at 0"),
-        (scheduler("WarmupLR", warmup_nun_steps=1), {}, "warmup_nun_steps"),
-        (scheduler("OneCycle"), {}, "WarmupLR or WarmupDecayLR or WarmupCosineLR"),
-    ],
-)
-def test_an_unsupported_scheduler_or_one_that_contradicts_a_flag_is_refused(config, typed, named):
-    config = {"zero_optimization": {"stage": 2}} | config
-    assert named in refused(config, replace(ARGS, **typed))

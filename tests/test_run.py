@@ -63,7 +63,6 @@ def run_of(accelerator, tmp_path):
             shapes=shapes_of(config, args),
             identity={},
             total_steps=STEPS,
-            schedule_note=None,
         )
         stop = SimpleNamespace(reason=lambda: None, time_to_save=False, saved=lambda: None)
         runs.append(Run(prepared, engine, build_model(prepared, engine), stop))

@@ -46,7 +46,7 @@ def run_of(monkeypatch, tmp_path):
         prepared = {
             **{"args": args, "start": StartingPoint(RunFolder(tmp_path)), "source": None},
             **{"teacher": None, "train_set": None, "val_set": 1, "config": CONFIG},
-            **{"shapes": shapes_of(CONFIG, args), "identity": {}, "schedule_note": None},
+            **{"shapes": shapes_of(CONFIG, args), "identity": {}},
         }
         return SimpleNamespace(
             args=args,

@@ -74,9 +74,7 @@ class TrainingArguments:
     )
     learning_rate: float = setting(5e-4, "peak learning rate of AdamW", POSITIVE)
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
-    lr_schedule: str | None = setting(
-        None, "decay after warm-up (default cosine)", choices=SCHEDULES
-    )
+    lr_schedule: str = setting("cosine", "decay after warm-up", choices=SCHEDULES)
     warmup_steps: int | None = setting(
         None, "steps of linear warm-up (default: 1/20 of all steps, at most 2000)", AT_LEAST_0
     )

@@ -20,7 +20,6 @@ from model.config import HOW_IT_COMPUTES
 from storage.find import PRETRAINING, data_of, names_of
 from storage.weights import WeightsFolder
 from training.arguments import SFTArguments, TrainingArguments
-from training.engine.deepspeed_config import file_of, read_config, take_schedule
 from training.engine.estimate import Workload
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
@@ -56,7 +55,6 @@ class Prepared:
     shapes: Transformer  # the model on the meta device, with its adapters
     identity: dict  # facts that must stay the same at a resume, see `run_identity`
     total_steps: int  # of the whole run
-    schedule_note: str | None  # printed if DeepSpeed's file decides the learning rate
 
     @property
     def n_trained(self) -> int:
@@ -119,9 +117,7 @@ def prepare(
         return train_set, val_set, shapes_of(config, filled), teacher and teacher.source.sha256()
 
     start, source, teacher, settings, data = on_main_process(engine, decide)
-    file = file_of(args)
-    filled, note, _ = take_schedule(None if file == "none" else read_config(file), args, file)
-    filled = replace(filled, data=args.data or data)  # machines may have different paths
+    filled = replace(args, data=args.data or data)  # machines may have different paths
     if teacher:
         filled = replace(filled, teacher=str(teacher.source.path))
     train_set, val_set, shapes, sha256 = on_every_process(engine, open_data)
@@ -143,7 +139,6 @@ def prepare(
         shapes=shapes,
         identity=identity,
         total_steps=count_steps(filled, len(train_set), processes),
-        schedule_note=note,
     )
 
 

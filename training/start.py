@@ -229,7 +229,6 @@ def start_block(run: Run) -> str:
         "memory": f"about {memory(expected.peak)} per process expected{offloaded}, plus "
         "up to 1 GiB for Python and PyTorch",
         "teacher": teacher,
-        "schedule": prepared.schedule_note,
     }
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items() if value is not None)
 

@@ -80,16 +80,15 @@ def test_torchrun_starts_deepspeed_with_the_losses_of_accelerate_launch(
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"),  # the first file has a scheduler with "auto"
+    ("name", "stage"),
     [("accelerate_zero2_student", 2), ("hugging_face_zero3", 3)],
 )
 def test_a_template_of_another_project_gives_the_losses_of_our_file(
     accelerate, deepspeed, tmp_path, name, stage
 ):
-    """The test removes the scheduler of the template for stage 3, because it contradicts FLAGS."""
     config = json.loads((FIXTURES / f"{name}.json").read_text(encoding="utf-8"))
+    del config["scheduler"]  # refused
     if stage == 3:
-        del config["scheduler"]
         config["optimizer"]["params"]["torch_adam"] = True
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps(config), encoding="utf-8")

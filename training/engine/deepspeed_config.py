@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from common.errors import UsageError, reason
@@ -33,7 +32,7 @@ KNOWN = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
     "gradient_clipping gradient_allreduce_op gradient_predivide_factor prescale_gradients "
     "communication_data_type data_types bf16 fp16 zero_optimization zero_allow_untested_optimizer "
-    "zero_force_ds_cpu_optimizer aio optimizer scheduler steps_per_print wall_clock_breakdown "
+    "zero_force_ds_cpu_optimizer aio optimizer steps_per_print wall_clock_breakdown "
     "memory_breakdown dump_state disable_python_gc log_level timers flops_profiler comms_logger "
     "tensorboard wandb csv_monitor comet",
     "aio.": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
@@ -46,8 +45,8 @@ KNOWN = {
 # that checkpoints would miss, and some are old names that Accelerate does not read.
 REFUSED = {
     "": "activation_checkpointing autotuning checkpoint compile data_efficiency "
-    "dataloader_drop_last hybrid_engine pipeline sequence_parallel_size tensor_parallel "
-    "torch_autocast weight_quantization bfloat16",
+    "dataloader_drop_last hybrid_engine pipeline scheduler sequence_parallel_size "
+    "tensor_parallel torch_autocast weight_quantization bfloat16",
     "bf16.": "bf16_master_weights_and_grads bf16_optimizer_states",
     "fp16.": "fp16_master_weights_and_grads",
     "zero_optimization.": "legacy_stage1 zenflow zero_quantized_weights zero_quantized_gradients "
@@ -60,11 +59,6 @@ ONLY_STAGE_3 = (
     "leaf_module memory_efficient_linear offload_param override_module_apply sub_group_size "
     "zero_hpz_partition_size"
 )
-# DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → the values of --lr_schedule.
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")  # become flags
-IGNORED = ("warmup_type", "last_batch_iteration")  # accepted, but they have no effect
-ONLY_ZERO = ("warmup_min_lr", "warmup_min_ratio")  # must be 0 or "auto": our warm-up begins at 0
 
 
 def read_config(path: str) -> dict:
@@ -92,15 +86,13 @@ def file_of(args: TrainingArguments) -> str:
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
     """Return a copy of the configuration in which the flags replace "auto".
 
-    `take_schedule` handles "scheduler", so the copy does not have it. The copy keeps each "auto"
-    that `fill_by_width` replaces. `source` names the configuration in messages.
+    The copy keeps each "auto" that `fill_by_width` replaces. `source` names the configuration in
+    messages.
     Raises UsageError, which lists every contradiction, key without effect, and other problem.
     """
     config = json.loads(json.dumps(config))  # a copy
     zero = config["zero_optimization"]
     problems = refuse_keys(config)
-    problems += take_schedule(config, args, source)[2]
-    config.pop("scheduler", None)
     problems += _fill_by_flags(config, args, world_size)
     if args.optimizer == "muon":
         problems += _use_muon(config)
@@ -214,46 +206,6 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         if key.removeprefix("zero_optimization.") not in BY_WIDTH:
             problems.append(f'"{key}": "auto" is not replaced by a flag here, write a value')
     return problems
-
-
-def take_schedule(
-    config: dict | None, args: TrainingArguments, source: str = "the DeepSpeed file"
-) -> tuple[TrainingArguments, str | None, list[str]]:
-    """Return the arguments with the file's schedule, a sentence for the summary at the start of the
-    run, and a message for every contradiction, which `resolve` raises as an error.
-    Without a "scheduler" the default is a cosine, and the sentence is None.
-    """
-    section = (config or {}).get("scheduler")
-    if section is None:
-        return replace(args, lr_schedule=args.lr_schedule or "cosine"), None, []
-    kind = section.get("type")
-    params = section.get("params", {})
-    if kind not in SCHEDULES:
-        return args, None, [f'"scheduler" must be {" or ".join(SCHEDULES)}, not {kind!r}']
-    problems = []
-    for key, value in params.items():
-        begins_at_0 = key in ONLY_ZERO and value in (0, "auto")
-        if key not in FOLLOWED and key not in IGNORED and not begins_at_0:
-            problems.append(f'remove "scheduler.params.{key}": no effect, the warm-up begins at 0')
-    values = {"lr_schedule": SCHEDULES[kind]}  # the flags that the file sets
-    wanted = {"warmup_steps": params.get("warmup_num_steps", 1000)}  # DeepSpeed's default
-    wanted["learning_rate"] = params.get("warmup_max_lr", "auto")
-    if kind != "WarmupLR":
-        wanted["max_steps"] = params.get("total_num_steps", "auto")
-        is_cosine = kind == "WarmupCosineLR"
-        wanted["min_lr_ratio"] = params.get("cos_min_ratio", 0.0001) if is_cosine else 0
-    for flag, value in (values | wanted).items():
-        typed = getattr(args, flag)  # the default if the flag was not typed
-        default = TrainingArguments.min_lr_ratio if flag == "min_lr_ratio" else None
-        if typed == default and value != "auto":
-            values[flag] = value
-        elif value not in ("auto", typed):
-            problems.append(f'"scheduler" says --{flag} {value}, the flags say {typed}')
-    if "max_steps" in values and args.epochs != type(args).epochs:
-        problems.append(f'"total_num_steps" and --epochs {args.epochs} both set the step count')
-    said = " ".join(f"--{flag} {value}" for flag, value in values.items())
-    note = f"{kind} of {source} is {said}; the warm-up is linear here"
-    return replace(args, **values), note, problems
 
 
 def fill_by_width(config: dict, dim: int) -> None:
