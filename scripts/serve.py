@@ -20,7 +20,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     add("--name", help="name of the model in requests (default: the name of its run)")
     add("--batch_size", type=at_least_1, default=16, help="answers computed together; others wait")
-    add("--max_request_kb", type=at_least_1, default=1024, help="largest request in KiB")
     args = parser.parse_args(argv)
     sampling = sampling_of(args)
     try:
@@ -37,7 +36,6 @@ def main(argv: list[str] | None = None) -> None:
         context=decoder.config.max_seq_len,
         name=args.name or trained.name,
         sampling=sampling,
-        max_bytes=args.max_request_kb * 1024,
         hosts=LOCAL if args.host in LOCAL else ("*",),
     )
     address = f"http://{args.host}:{bound.getsockname()[1]}"

@@ -16,9 +16,6 @@ from inference.sampling import Sampling
 from inference.server.app import Served, Server, bind
 from inference.worker import Worker
 
-MAX_BYTES = 1 << 16  # per request
-
-
 wait_until = wait_for
 
 
@@ -35,7 +32,6 @@ class LiveServer:
             context=context,
             name=name,
             sampling=sampling or Sampling(),
-            max_bytes=MAX_BYTES,
         )
         bound = bind("127.0.0.1", 0)
         self.address = bound.getsockname()

@@ -3,12 +3,11 @@
 import asyncio
 import html
 import json
-import os
 import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -20,7 +19,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.errors import UsageError
 from data.tokenizer import Tokenizer
@@ -30,6 +28,7 @@ from inference.server.requests import ChatRequest, CompletionRequest, Generation
 from inference.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
+MAX_BYTES = 1 << 20  # largest body of a request
 
 
 @dataclass(kw_only=True)
@@ -41,9 +40,7 @@ class Served:
     context: int  # tokens
     name: str
     sampling: Sampling  # defaults for fields that a request leaves out
-    max_bytes: int  # largest body of a request
     hosts: tuple[str, ...] = ("*",)  # host names that the server accepts; "*" for all
-    encoders: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
 
 class ApiError(HTTPException):
@@ -95,9 +92,7 @@ def make_app(served: Served) -> FastAPI:
     return app
 
 
-async def read(
-    form: type[GenerationRequest], request: Request, max_bytes: int
-) -> GenerationRequest:
+async def read(form: type[GenerationRequest], request: Request) -> GenerationRequest:
     """Parse the body of a request. Raises ApiError if it is too large, or not JSON like `form`."""
     # Without a CORS preflight, browsers let any web page send text/plain and forms, not JSON.
     if not request.headers.get("content-type", "").startswith("application/json"):
@@ -105,8 +100,8 @@ async def read(
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > max_bytes:
-            raise ApiError(413, f"a request may have {max_bytes:,} bytes at most")
+        if len(body) > MAX_BYTES:
+            raise ApiError(413, f"a request may have {MAX_BYTES:,} bytes at most")
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
@@ -118,16 +113,13 @@ async def read(
 
 async def answer(served: Served, form: type[GenerationRequest], request: Request) -> Response:
     """Answer a request. Raises ApiError if the request is refused."""
-    fields = await read(form, request, served.max_bytes)
+    fields = await read(form, request)
     if fields.model not in (None, served.name):
         message = f"there is no model {fields.model!r} here, only {served.name!r}"
         raise ApiError(404, message, "model", "model_not_found")
     try:
         sampling = fields.sampling(served.sampling)
-        async with served.encoders:  # at most two at a time: encoding takes much memory
-            if await request.is_disconnected():
-                raise ClientDisconnect
-            prompt, next_ids = await run_in_threadpool(fields.encode, served.tokenizer)
+        prompt, next_ids = await run_in_threadpool(fields.encode, served.tokenizer)
     except ValueError as error:  # its message begins with the name of the field
         raise ApiError(400, str(error), str(error).split()[0].removesuffix(":")) from error
     n_free = served.context - len(prompt)
@@ -224,49 +216,14 @@ def bind(host: str, port: int) -> socket.socket:
         raise UsageError(f"--host {host} --port {port}: {error}") from error
 
 
-class Connection(H11Protocol):
-    """A connection that is refused with status 503 if too many connections are open."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        if len(self.connections) >= self.limit_concurrency:
-            self.connections.discard(self)
-            self.abort(503, "too many connections: try again later")
-
-    def abort(self, status: int, message: str) -> None:
-        """Close the connection. If no answer has begun, send this error first."""
-        if not (self.cycle and self.cycle.response_started):
-            head = (f"HTTP/1.1 {status} ", "Connection: close", "Content-Type: application/json")
-            error = json.dumps(ApiError(status, message).detail)
-            self.transport.write("\r\n".join([*head, "", error]).encode())
-        self.transport.abort()
-
-
 class Server(uvicorn.Server):
     """An HTTP server that runs until SIGINT or SIGTERM. Unfinished answers then fail."""
 
     def __init__(self, served: Served):
-        config = uvicorn.Config(make_app(served), http=Connection, log_level="warning", ws="none")
-        config.limit_concurrency = min(128, os.sysconf("SC_OPEN_MAX") // 2)  # each needs a file
-        config.backlog = config.limit_concurrency // 4  # most that asyncio accepts at once
-        config.timeout_graceful_shutdown = 5  # seconds
-        super().__init__(config)
-        self.patience = 20.0  # seconds for a client to send a request or to read more of an answer
+        limits = {"limit_concurrency": 128, "timeout_graceful_shutdown": 5}  # requests, seconds
+        super().__init__(uvicorn.Config(make_app(served), log_level="warning", ws="none", **limits))
         self._worker = served.worker
-        self._since: dict[tuple, float] = {}  # `awaited` → when this wait began
 
-    async def on_tick(self, counter: int) -> bool:
-        """Called every 0.1 s: close connections of slow clients; at shutdown (True) close all."""
-        ends = await super().on_tick(counter)
-        if ends:
-            self._worker.close()
-            await asyncio.sleep(0.1)  # lets answers that have begun send their final error
-        now, before, self._since = time.monotonic(), self._since, {}
-        for each in list(self.server_state.connections):
-            cycle = each.cycle  # uvicorn makes one cycle per request
-            awaited = (each, cycle, each.transport.get_write_buffer_size())
-            if not cycle or cycle.more_body or cycle.response_complete or each.flow.write_paused:
-                self._since[awaited] = before.get(awaited, now)
-            if ends or now - self._since.get(awaited, now) > self.patience:
-                each.abort(*(FAILED["closed"] if ends else (408, "the request came too late")))
-        return ends
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._worker.close()  # all waiting clients get an error
+        await super().shutdown(sockets)
