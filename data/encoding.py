@@ -6,6 +6,7 @@ different pieces each time, the model memorises less and learns how words are sp
 the tokenizer returns.
 """
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -26,7 +27,6 @@ from data.corpus import Record, load_json, parse
 from data.errors import DataError
 from data.shards import TEXT, token_dtype
 from data.tokenizer import Tokenizer, open_tokenizer
-from data.validation_split import hash_of
 
 BATCH_BYTES = 256 * 1024  # text per call of a worker, enough to outweigh the cost of a call
 SPLIT_SHARE = 0.1  # share of the pieces that is split in each round
@@ -38,7 +38,7 @@ class Document(NamedTuple):
 
     tokens: list[np.ndarray]  # one array per segmentation, with BOS and EOS
     n_bytes: int  # UTF-8 bytes of a text, or of the answers that count
-    number: int  # hash that `ValidationSplit` uses
+    number: int  # hash of the text; a document whose hash is small is for validation
     answers: np.ndarray | None = None  # (answers, 2) for a conversation: see `ShardWriter.write`
 
 
@@ -55,6 +55,12 @@ class Encoded(NamedTuple):
 def _loaded(path: str) -> Tokenizer:
     # Each process opens the tokenizer once, because that takes longer than encoding a batch.
     return open_tokenizer(path)
+
+
+def hash_of(content: bytes, digest_size: int = 8) -> int:
+    """Return 64 bits of the BLAKE2b hash. The bits also depend on digest_size."""
+    digest = hashlib.blake2b(content, digest_size=digest_size).digest()
+    return int.from_bytes(digest[:8], "little")
 
 
 def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) -> Encoded:

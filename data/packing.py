@@ -23,7 +23,6 @@ from data.errors import DataError
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
 from data.tokenizer import TOKENIZER_FILE, copy_tokenizer, open_tokenizer, tokenizer_hash
 from data.tokenizer_training import train_tokenizer
-from data.validation_split import ValidationSplit
 
 SHARD_TOKENS = 100_000_000  # a shard ends after the document that reaches this number
 SKIP_HINT = "scripts.prepare_data --skip_bad_lines skips and counts such documents"
@@ -114,20 +113,9 @@ def prepare(
             encode_batch, options.kind, tokenizer.path, options.segmentations_of(files)
         )
         dtype = token_dtype(tokenizer.vocab_size)
-
-        def write(split: ValidationSplit) -> dict:
-            writers = [ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in ("train", "val")]
-            batches = encode_all(options.records(files), encode)
-            return _write_splits(batches, *writers, split, options, progress)
-
-        split = ValidationSplit(options.val_fraction_of(files))
-        written = write(split)
-        empty = split.share > 0 and not written["splits"]["val"]["documents"]
-        if empty and split.least < split.greatest:
-            # No document has a hash below the share: hold out the document with the smallest hash.
-            for path in folder.glob("train-*.bin"):
-                path.unlink()
-            written = write(ValidationSplit(math.nextafter(split.least, 1)))
+        writers = [ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in ("train", "val")]
+        batches = encode_all(options.records(files), encode)
+        share = options.val_fraction_of(files)
         description = {
             "format": FORMAT,
             "kind": options.kind,
@@ -136,7 +124,7 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "tokenizer_sha256": tokenizer_hash(tokenizer.path),
-            **written,
+            **_write_splits(batches, *writers, share, options, progress),
             "prepared_from": fingerprint,
         }
         content = json.dumps(description, indent=2, ensure_ascii=False)
@@ -194,11 +182,12 @@ def _write_splits(
     batches: Iterable[Encoded],
     train: ShardWriter,
     val: ShardWriter,
-    split: ValidationSplit,
+    share: float,
     options: PackingOptions,
     progress: Callable[[int], None],
 ) -> dict:
-    """Write the shards of both splits, and return their part of the description."""
+    """Write the shards of both splits, and return their part of the description. A document is for
+    validation if its hash / 2^64 is below `share`; other documents have no influence on this."""
     n_bad, first_bad, rejected = 0, None, 0
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:
@@ -207,7 +196,7 @@ def _write_splits(
         rejected += encoded.rejected
         first_bad = first_bad or next(iter(encoded.bad), None)
         for document in encoded.documents:
-            if split.takes(document.number):
+            if document.number / 2**64 < share:
                 val.write(document.tokens[0], document.n_bytes, document.answers)
                 continue
             for tokens in document.tokens:

@@ -97,7 +97,7 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
     if n := description["rejected"]:
         lines.append(f'  ignored "rejected" in {counted(n, documents)}: DPO is not supported')
     if made_from["val_fraction"] and not splits["val"]["documents"]:
-        lines.append(f"  WARNING: no validation split: it needs two different {documents}")
+        lines.append("  WARNING: no validation split: pass a larger --val_fraction")
     chosen, taken = defaults_for(files), []
     if options.vocab_size is None and options.tokenizer is None:
         taken.append(f"a vocabulary of {chosen.vocab_size:,} at most (--vocab_size)")

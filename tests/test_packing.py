@@ -12,13 +12,12 @@ import pytest
 import sentencepiece
 
 from data import encoding, packing, shards
-from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, split_at_random, ways_to_split
+from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, hash_of, split_at_random, ways_to_split
 from data.errors import DataError
 from data.packing import BY_SIZE, PackingOptions, defaults_for, prepare
 from data.shards import ShardWriter, read_description
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
-from data.validation_split import ValidationSplit, hash_of
 
 SHARDS = ("train-00000.bin", "val-00000.bin")
 DOCUMENTS = [f"document {i}: {i} and {i * i} 第{i}句 \u2581\n" for i in range(400)]
@@ -90,8 +89,6 @@ def test_the_split_never_changes():
     """If it did, documents would move to the other split when data is prepared again."""
     assert hash_of("句".encode()) == 1228714624519560309
     assert hash_of("句".encode(), digest_size=16) == 12239898487114312437
-    split = ValidationSplit(0.25)
-    assert [split.takes(number) for number in (0, 2**61, 2**62, 2**63)] == [1, 1, 0, 0]
 
 
 def test_the_size_of_a_corpus_decides_its_default_settings(tmp_path):
@@ -128,13 +125,11 @@ def test_training_documents_are_tokenized_in_several_ways_and_validation_documen
     assert sum(differ) > len(differ) / 2  # a document with few pieces may not differ
 
 
-def test_without_a_validation_share_or_with_a_single_text_all_is_for_training(tmp_path, packed):
+def test_without_a_validation_share_all_is_for_training(tmp_path, packed):
     tokenizer = str(packed / "tokenizer.model")
     pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # the next calls must not use its tokenizer
-    for n, val_fraction in ((1, 0.1), (50, 0.0)):
-        settings = {"val_fraction": val_fraction, "tokenizer": tokenizer}
-        out = pack_documents(DOCUMENTS[:n], tmp_path, **settings)
-        assert documents(out, "train") == DOCUMENTS[:n]
+    out = pack_documents(DOCUMENTS[:50], tmp_path, val_fraction=0, tokenizer=tokenizer)
+    assert documents(out, "train") == DOCUMENTS[:50]
     for other in (None, tokenizer):
         with pytest.raises(DataError, match="text"):
             pack_documents(["", ""], tmp_path, tokenizer=other)
@@ -147,17 +142,6 @@ def test_adding_or_reordering_documents_moves_none_to_the_other_split(tmp_path):
     second = pack_documents(more, tmp_path, "more", val_fraction=0.3, vocab_size=350)
     assert set(documents(first, "val")) == set(documents(second, "val")) & set(some)
     assert set(documents(first, "train")) == set(documents(second, "train")) & set(some)
-
-
-@pytest.mark.parametrize("n", [2, 20])
-def test_a_small_corpus_has_at_least_one_validation_document(tmp_path, packed, monkeypatch, n):
-    monkeypatch.setattr(packing, "SHARD_TOKENS", 1)
-    model = str(packed / "tokenizer.model")
-    out = pack_documents(DOCUMENTS[:n] * 2, tmp_path, val_fraction=1e-9, tokenizer=model)
-    assert len(set(documents(out, "val"))) == 1
-    assert len(documents(out, "val")) == 2  # it occurs twice, in one split
-    assert len(list(out.glob("*.bin"))) == 2 * n  # and no shard of a first attempt is left
-    assert Counter(documents(out, "train") + documents(out, "val")) == Counter(DOCUMENTS[:n] * 2)
 
 
 def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
