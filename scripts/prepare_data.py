@@ -7,8 +7,6 @@ data/conversations.py describes the formats of conversations.
 """
 
 import argparse
-import shlex
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -27,9 +25,7 @@ BY_SIZE = "default: by the size of the text"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    program = "python -m scripts.prepare_data"
-    # No abbreviations: the check of --flags below compares full names.
-    parser = OneLineParser(prog=program, description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog="python -m scripts.prepare_data", description=__doc__)
     add = parser.add_argument
     source = f"file, a folder of files, or '{BUILTIN}'"
     add("--data", help=f"{', '.join(SUFFIXES)} {source} (default: {BUILTIN})")
@@ -45,17 +41,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--skip_bad_lines", action="store_true", help="skip and count unreadable documents")
     add("--overwrite", action="store_true", help="replace data of another text or other settings")
     add("--reuse", action="store_true", help="reuse data of this text even if its settings differ")
-    add("--flags", default="", metavar="WORDS", help="more flags, quoted as one argument")
-    typed = sys.argv[1:] if argv is None else argv
-    flags = parser.parse_args(typed).flags
-    try:
-        words = shlex.split(flags)
-    except ValueError as error:
-        raise UsageError(f"--flags {flags!r}: {error}") from error
-    outside = {word.partition("=")[0] for word in typed}
-    if twice := [name for word in words if (name := word.partition("=")[0]) in outside]:
-        parser.error(f"{twice[0]} is given twice: inside --flags and outside")
-    args = parser.parse_args([*words, *typed])
+    args = parser.parse_args(argv)
     if not 0 <= (args.val_fraction or 0) < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
     segmentations = 1 if args.segmentations is None else args.segmentations

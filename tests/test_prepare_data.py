@@ -91,17 +91,12 @@ def test_the_size_of_the_text_decides_the_settings_and_they_are_printed(workplac
         assert words in chosen
 
 
-def test_no_validation_split_gives_a_warning_and_one_word_can_hold_flags(workplace, capsys):
+def test_no_validation_split_gives_a_warning_unless_it_is_wanted(workplace, capsys):
     Path("short.txt").write_text("".join(f"{a} + {a} = {2 * a}\n" for a in range(70)))
     main(["--workers", "1", "--data", "short.txt"])
     assert "WARNING: no validation split" in capsys.readouterr().out
-    for flags in ("--val_fraction 0", "--vocab_size '290' --val_fraction=0"):
-        main([f"--flags={flags}", "--data", "short.txt", "--overwrite"])
-        assert "no validation split" not in capsys.readouterr().out
-    assert read_description("out/data/short")["vocab_size"] == 290
-    with pytest.raises(SystemExit):
-        main(["--flags=--data nowhere", "--data", "short.txt"])
-    assert "--data is given twice: inside --flags and outside" in capsys.readouterr().err
+    main(["--val_fraction", "0", "--data", "short.txt", "--overwrite"])
+    assert "no validation split" not in capsys.readouterr().out
 
 
 def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
@@ -209,10 +204,8 @@ REFUSED = {
     f"{SUMS} --vocab_size 0": "vocab_size 0",
     f"{SUMS} --val_fraction 1": "--val_fraction",
     f"{SUMS} --workers 0": "--workers",
-    "--dat sums.jsonl": "unrecognized argument --dat",  # flags have no abbreviations
     f"{SUMS} --tokenizer sums.jsonl": "sums.jsonl",
     f"{SUMS} --out sums.jsonl/o": "sums.jsonl",
-    f"{SUMS} --flags='": "No closing quotation",
     "--conversations sums.jsonl": "pass --tokenizer",
     f"{CHAT_MODEL} --data sums.jsonl": "--data cannot be used with --conversations",
     CHAT_MODEL: "sums.jsonl, line 1: no conversation",

@@ -1,5 +1,6 @@
 """Read the environment variables of run_accelerate.sh, and prepare the text that they name."""
 
+import shlex
 import socket
 import subprocess
 import sys
@@ -126,9 +127,9 @@ class Request:
                 raise UsageError(f"use {both}, not both")
             return []
         folder = str(default_out(text, more))
-        command = [sys.executable, "-m", "scripts.prepare_data", "--data", text, "--out", folder]
         # Without PREPARE_FLAGS, reuse data of this text that has other settings.
-        command += ["--overwrite", *([f"--flags={more}"] if more else ["--reuse"])]
+        command = [sys.executable, "-m", "scripts.prepare_data", *shlex.split(more or "--reuse")]
+        command += ["--data", text, "--out", folder, "--overwrite"]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             raise ReportedError(f"{text} could not be prepared")
         prompt = [] if text != "builtin" else ["--sample_prompt", "def"]
