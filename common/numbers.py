@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -42,26 +41,7 @@ def columns(rows: list[dict[str, str]]) -> str:
 
 
 def progress_bar(total: int | None, desc: str, unit: str, scale: bool = False, **options) -> tqdm:
-    """Return a tqdm bar. If stderr is a file or a pipe, print one line per minute instead."""
-    options["delay"] = 0.01  # do not draw an empty bar
-    kind = tqdm
-    if not sys.stderr.isatty():
-        kind = Lines
-        options["bar_format"] = "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
-        # With another value of miniters, tqdm's own thread would draw again 10 seconds later.
-        options |= {"mininterval": 60, "miniters": 1}
-    return kind(total=total, desc=desc, unit=unit, unit_scale=scale, dynamic_ncols=True, **options)
-
-
-class Lines(tqdm):
-    """A progress bar that prints one line per update, and no line at its end."""
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        with suppress(OSError):  # a full disk or a closed pipe must not stop the program
-            print(self, file=sys.stderr, flush=True)
-
-    def clear(self, nolock: bool = False) -> None:
-        pass
-
-    def close(self) -> None:
-        self.disable = True
+    """Return a tqdm bar. If stderr is a file or a pipe, the bar appears once per minute."""
+    wait = 0.1 if sys.stderr.isatty() else 60  # seconds
+    options |= {"delay": wait, "mininterval": wait, "maxinterval": wait, "dynamic_ncols": True}
+    return tqdm(total=total, desc=desc, unit=unit, unit_scale=scale, **options)

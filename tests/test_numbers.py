@@ -1,9 +1,3 @@
-import errno
-import io
-import sys
-
-from tqdm import tqdm
-
 from common.numbers import counted, memory, progress_bar, size
 
 
@@ -15,40 +9,15 @@ def test_counts_and_sizes_are_written_with_their_units():
     assert [memory(n) for n in (3_400_000, 2**30)] == ["3.4 MB", "1.00 GiB"]
 
 
-class Clock:
-    """A fake clock for a progress bar: its time changes only when a test changes `now`."""
-
-    def __init__(self, bar: tqdm):
-        self.now, bar._time = bar.start_t, self
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_progress_in_a_file_has_one_line_per_minute_and_no_final_line(capsys):
+def test_progress_in_a_file_appears_once_per_minute(capsys):
+    now = 0.0
     with progress_bar(8, "step", "step") as bar:
-        clock = Clock(bar)
-        for number in range(2):
-            bar.set_postfix_str(f"loss {number}.5", refresh=False)
-            clock.now += 61
-            bar.update(2)
-            clock.now += 11
+        now, bar._time = bar.start_t, lambda: now
+        for seconds in (30, 31, 30, 31, 30):
+            now += seconds
             bar.update()
-    assert bar.miniters == 1  # with any other value, tqdm's monitor thread prints lines too
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("step 2/8, loss 0.5, ")
-    assert second.startswith("step 5/8, loss 1.5, ")
-    assert first.endswith(" left")
-
-
-def test_a_progress_line_that_cannot_be_written_does_not_stop_the_work(monkeypatch):
-    class Broken(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(errno.ENOSPC, "not written")
-
-    monkeypatch.setattr(sys, "stderr", Broken())
-    with progress_bar(5, "step", "step") as bar:
-        clock = Clock(bar)
-        for _ in range(2):
-            clock.now += 61
-            assert bar.update()  # True: a line was due
+    drawn = [text for text in capsys.readouterr().err.split("\r") if text.strip()]
+    assert [text[: text.index("%")] for text in drawn[:2]] == ["step:  25", "step:  50"]
+    with progress_bar(8, "step", "step") as bar:
+        bar.update(8)
+    assert capsys.readouterr().err == ""  # short work prints nothing
