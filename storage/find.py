@@ -52,18 +52,18 @@ def data_of(name: str) -> str:
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
     """Return the folder `name`; 'auto' is the run of `program` (None: of any) that logged last.
     Raises UsageError if there is no such folder."""
-    folder = Path(names_of(name, runs, program)[0])
+    folder = Path(name_of(name, runs, program))
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
     return folder
 
 
-def names_of(name: str, runs: Path, program: str | None) -> list[str]:
-    """Return [name]; for 'auto' or 'auto@best', the names of the runs of `program` (None: of all),
-    beginning with the run that logged last. Raises UsageError if there is no such run."""
+def name_of(name: str, runs: Path, program: str | None) -> str:
+    """Return `name`; in 'auto' and 'auto@best', the run of `program` (None: of any) that logged
+    last takes the place of 'auto'. Raises UsageError if there is no such run."""
     if name.removesuffix(BEST) != "auto":
-        return [name]
+        return name
     if found := newest_first(runs.glob("*"), program, lambda run: run.metrics):
-        return [name.replace("auto", str(run.path)) for run in found]
+        return name.replace("auto", str(found[0].path))
     where = runs.absolute()
     raise UsageError(f"there is no run in {where} yet: start one with bash run_accelerate.sh")

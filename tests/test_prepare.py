@@ -183,21 +183,17 @@ def test_auto_looks_where_runs_are_written(runs, packed):
         student(runs / "none")
 
 
-def test_a_student_takes_length_and_data_of_the_newest_run_that_can_teach(runs, packed, capsys):
-    found = student(runs)
-    assert found.teacher.source.path == runs / "older" / "weights"
+def test_a_student_takes_length_and_data_of_a_teacher_that_can_teach(runs, packed):
+    found = student(runs, "--teacher", str(runs / "older"))
     assert (found.args.data, found.config.max_seq_len) == (str(packed), 16)
-    passed = f"--teacher auto skips {runs / 'newer'}: the training data of "
-    assert passed in capsys.readouterr().out
-    found = student(runs, "--data", str(packed))
-    assert found.config.max_seq_len == 24
-    (runs / "newer" / "weights" / TOKENIZER_FILE).write_bytes(b"another")
-    found = student(runs, "--data", str(packed), "--max_seq_len", "8")
-    assert found.teacher.source.path == runs / "older" / "weights"
-    assert found.config.max_seq_len == 8
-    assert "has another tokenizer than the model in" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="reads 16 tokens at most, the student 32"):
+    with pytest.raises(UsageError, match=r"training data of .* was not found"):
+        student(runs)
+    assert student(runs, "--data", str(packed)).config.max_seq_len == 24
+    with pytest.raises(UsageError, match="reads 24 tokens at most, the student 32"):
         student(runs, "--data", str(packed), "--max_seq_len", "32")
+    (runs / "newer" / "weights" / TOKENIZER_FILE).write_bytes(b"another")
+    with pytest.raises(UsageError, match="has another tokenizer than the model in"):
+        student(runs, "--data", str(packed))
 
 
 def test_conversations_prepared_by_hand_are_used_as_they_are(weights, tmp_path, monkeypatch, capfd):

@@ -15,9 +15,9 @@ from common.errors import ReportedError, UsageError
 from data.dataset import TokenStream
 from data.errors import NothingFitsError
 from data.prepared import conversations_out
-from model import ConfigError, LMConfig, Transformer
+from model import LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES
-from storage.find import PRETRAINING, data_of, names_of
+from storage.find import PRETRAINING, data_of, name_of
 from storage.weights import WeightsFolder
 from training.arguments import SFTArguments, TrainingArguments
 from training.engine.estimate import Workload
@@ -98,7 +98,7 @@ def prepare(
         start = find_starting_point(args)
         own = with_own_weights(args, start)
         out = Path(args.out_dir)
-        source = own.init_from and WeightsFolder.find(names_of(own.init_from, out, PRETRAINING)[0])
+        source = own.init_from and WeightsFolder.find(name_of(own.init_from, out, PRETRAINING))
         settings = source_settings(source, model_settings)
         if own.teacher:
             return start, source, *find_teacher(own, source, settings, engine)
@@ -157,24 +157,18 @@ def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
 def find_teacher(
     args: TrainingArguments, source: WeightsFolder | None, settings: dict, engine: Engine | None
 ) -> tuple[TeacherWeights, dict, str]:
-    """Return the teacher, the student's model settings and the data folder. 'auto' takes the newest
-    run that can teach; print why newer runs cannot. Raises UsageError, ConfigError if none can."""
-    names = names_of(args.teacher, Path(args.out_dir), PRETRAINING)
-    for name in names:
-        try:
-            teacher = TeacherWeights.find(replace(args, teacher=name))
-            length = teacher.shapes.config.max_seq_len
-            if teacher.source.is_foreign:  # its context may be too long to train with
-                length = min(length, LMConfig.max_seq_len)
-            student = {"max_seq_len": length} | settings
-            data = prepared_data(args, source, teacher)
-            train_set = replace(args, data=data).dataset(data, "train", student["max_seq_len"])
-            teacher.require_fit(train_set, engine)
-            return teacher, student, data
-        except (UsageError, ConfigError) as problem:
-            if name == names[-1]:
-                raise
-            print(f"--teacher {args.teacher} skips {name}: {problem}", flush=True)
+    """Return the teacher, the student's model settings and the data folder. Raises UsageError or
+    ConfigError if the teacher cannot be used."""
+    name = name_of(args.teacher, Path(args.out_dir), PRETRAINING)
+    teacher = TeacherWeights.find(replace(args, teacher=name))
+    length = teacher.shapes.config.max_seq_len
+    if teacher.source.is_foreign:  # its context may be too long to train with
+        length = min(length, LMConfig.max_seq_len)
+    student = {"max_seq_len": length} | settings
+    data = prepared_data(args, source, teacher)
+    train_set = replace(args, data=data).dataset(data, "train", student["max_seq_len"])
+    teacher.require_fit(train_set, engine)
+    return teacher, student, data
 
 
 def prepared_data(
