@@ -48,7 +48,6 @@ class Encoded(NamedTuple):
     documents: list[Document]
     bad: list[str]  # one message per record that could not be read
     raw_bytes: int  # bytes of all records of the batch, before they are parsed
-    rejected: int  # conversations with a "rejected" answer
 
 
 @lru_cache(maxsize=1)
@@ -67,22 +66,20 @@ def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) 
     """Encode records of a kind with the tokenizer at `path`.
     Each text is split into pieces in `segmentations` ways; all except the first are random."""
     tokenizer = _loaded(path)
-    values, bad, rejected = [], [], 0
+    values, bad = [], []
     for record in batch:
         try:
             if kind == TEXT:
                 values.append(parse(record))
             else:
-                value = load_json(record)
-                values.append(parse_conversation(value, record.place))
-                rejected += value.get("rejected") is not None
+                values.append(parse_conversation(load_json(record), record.place))
         except DataError as error:
             bad.append(str(error))
     if kind == TEXT:
         documents = list(_texts(tokenizer, [text for text in values if text], segmentations))
     else:
         documents = [_conversation(tokenizer, turns) for turns in values]
-    return Encoded(documents, bad, sum(len(record.raw) for record in batch), rejected)
+    return Encoded(documents, bad, sum(len(record.raw) for record in batch))
 
 
 def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterator[Document]:

@@ -188,12 +188,11 @@ def _write_splits(
 ) -> dict:
     """Write the shards of both splits, and return their part of the description. A document is for
     validation if its hash / 2^64 is below `share`; other documents have no influence on this."""
-    n_bad, first_bad, rejected = 0, None, 0
+    n_bad, first_bad = 0, None
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:
             raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
         n_bad += len(encoded.bad)
-        rejected += encoded.rejected
         first_bad = first_bad or next(iter(encoded.bad), None)
         for document in encoded.documents:
             if document.number / 2**64 < share:
@@ -208,5 +207,4 @@ def _write_splits(
         "splits": {"train": train.close(), "val": val.close()},
         "bad_documents": n_bad,
         "first_bad_document": first_bad,
-        "rejected": rejected,
     }

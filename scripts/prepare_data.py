@@ -80,8 +80,6 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
     if n_bad := description["bad_documents"]:
         bad = counted(n_bad, f"bad {documents}")
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
-    if n := description["rejected"]:
-        lines.append(f'  ignored "rejected" in {counted(n, documents)}: DPO is not supported')
     if made_from["val_fraction"] and not splits["val"]["documents"]:
         lines.append("  WARNING: no validation split: pass a larger --val_fraction")
     chosen, taken = defaults_for(files), []

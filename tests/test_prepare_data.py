@@ -176,19 +176,6 @@ def test_conversations_go_to_a_folder_of_their_own(workplace, packed, capsys):
     assert first.startswith(f"out/data/sums-of-two-chat: {n_bytes / 1e3:.1f} kB of answers in")
     for line, part in zip(lines, (train, val), strict=False):
         assert line.endswith(f"{part['answers']['tokens']} of them in answers")
-    assert not any("rejected" in line for line in lines)
-
-
-def test_rejected_answers_are_ignored_and_counted(workplace, packed, capsys):
-    rows = [{"prompt": f"{i}?", "chosen": f"{i}", "rejected": "no"} for i in range(600)]
-    rows += [row | {"prompt": "x", "rejected": None} for row in rows[:9]]
-    rows += [{"prompt": "not read", "rejected": "no"}]
-    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--tokenizer", str(packed / "tokenizer.model"), "--workers", "1", "--skip_bad_lines"]
-    main([*flags, "--conversations", "pairs.jsonl"])
-    said = capsys.readouterr().out
-    assert said.count('ignored "rejected" in 600 conversations: DPO is not supported\n') == 1
-    assert "skipped 1 bad conversation" in said
 
 
 FILES = {"gbk.txt": b"abc\xff", "short.txt": b"abc", "a.csv": b"id,body\n1,x\n"}
