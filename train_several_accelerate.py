@@ -24,6 +24,7 @@ from storage.folder import RunFolder, step_of
 from training.arguments import TrainingArguments, as_arguments, build_parser
 from training.build import random_state, restore_random
 from training.interruption import end_stopped, how_to_resume
+from training.preflight import as_words
 from training.run import Run
 from training.start import run_program, select_engine, set_up_together
 
@@ -58,7 +59,6 @@ class SeveralArguments(TrainingArguments):
             (not self.model, "pass --model FILE once for each model"),
             (self.run_name, '--run_name: give each model its own "run_name" in its file'),
             (self.resume not in (None, "auto"), "several models can only use --resume auto"),
-            (self.keep_last == 1, "--keep_last 1: several models need 2 checkpoints or more"),
             ({*self.trackers} - {"tensorboard"}, "several models can only use tensorboard or none"),
         ):
             if refused:
@@ -143,20 +143,14 @@ class Runs:
                 print(f"  {how_to_resume('auto')}", flush=True)
             end_stopped([run.engine for run in self.all], all(each_saved))
             return
-        errors = []
         for run in self.in_turn():
             run.log.say(f"\n{run.folder.path}:")
-            try:
-                run.write_results()
-            except UsageError as error:
-                errors.append(str(error))
+            run.write_results()
         if self.first.engine.is_main:
             page = Path(self.first.args.out_dir) / "several.html"
             print(f"\nreport of all runs: {try_to_write_report(self.folders, page)}", flush=True)
         for run in self.all:
             run.accelerator.end_training()
-        if errors:
-            raise UsageError("; ".join(errors))
 
 
 def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[TrainingArguments, dict]]:
@@ -165,15 +159,10 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
     models, flags_of_all = [], vars(shared) | settings
     for file in flags_of_all.pop("model"):
         try:
-            flags = json.loads(Path(file).read_text(encoding="utf-8"))
-            if not isinstance(flags, dict):
-                raise ValueError('needs flags and their values in braces, such as {"dim": 128}')
-            words = [f"--{name}={x}" for name, x in flags.items() if not isinstance(x, bool)]
-            words += [f"--{name}" for name, x in flags.items() if x is True]
-            words += [f"--no-{name}" for name, x in flags.items() if x is False]
+            words = as_words(json.loads(Path(file).read_text(encoding="utf-8")))
             own = {"run_name": Path(file).stem} | vars(build_parser(only=OWN).parse_args(words))
             models.append(as_arguments(flags_of_all | own))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AttributeError) as error:
             raise UsageError(f"--model {file}: {reason(error)}") from error
     names = [args.run_name for args, _ in models]
     if len({*names}) < len(names):
