@@ -9,21 +9,7 @@ import numpy as np
 
 DOTS_UP_TO = 40  # a curve with at most this many points has a dot at each point
 COLORS = ("#1f5fbf", "#c2540a", "#1b7f46", "#8a3fc0", "#b8215c", "#0b7285", "#7d5a00", "#555b66")
-INK = "#5a5f68"  # text
-RULE = "#dcdcd6"  # lines of the grid and the axes
-STYLE = {
-    "svg.fonttype": "none",  # write text as text, not as outlines
-    "path.simplify_threshold": 0.5,  # in 1/72 inch; keeps spikes, thins out the curve
-    "font.family": "DejaVu Sans",  # for the layout only: the page sets its own font
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": RULE,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": RULE,
-    "axes.axisbelow": True,  # the grid is behind the curves
-}
+STYLE = {"svg.fonttype": "none", "font.size": 9}  # write text as text, not as outlines
 
 
 @dataclass
@@ -77,7 +63,8 @@ def plot(chart: Chart):
         )
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    axes.grid(axis="y")
+    axes.grid(axis="y", color="#dcdcd6")
+    axes.set_axisbelow(True)
     axes.margins(x=0)
     axes.set_xlim(left=0)
     axes.locator_params(axis="x", integer=True)
