@@ -3,7 +3,6 @@ restores the process when it returns."""
 
 import os
 import re
-import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -182,23 +181,6 @@ def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, caps
     settings = (tmp_path / "a" / "settings.json").read_text(encoding="utf-8")
     assert '"train_pretrain_accelerate.py",\n    "--dim",' in settings
     assert sys.argv[0] not in settings
-
-
-def test_a_run_that_starts_from_an_adapted_run_says_that_the_adapter_is_merged(
-    flags, tmp_path, capsys
-):
-    main(flags("a"))
-    adapted = tmp_path / "a" / "settings.json"
-    adapted.write_text('{"arguments": {"lora_dim": 4}}', encoding="utf-8")
-    shutil.copytree(tmp_path / "a" / "weights", tmp_path / "a" / "base")
-    main(flags("base"))  # a run named base; its weights are no base of an adapter
-    said = {}
-    sources = ("a", "a/checkpoints/step-00000002", "a/base", "b")
-    for name, weights in zip("bcde", sources, strict=True):
-        capsys.readouterr()
-        main(flags(name, "--init_from", str(tmp_path / weights)))
-        said[name] = "its adapter is merged into these weights" in capsys.readouterr().out
-    assert said == {"b": True, "c": True, "d": False, "e": False}
 
 
 def test_compiled_code_of_one_call_is_dropped_before_the_next():

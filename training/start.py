@@ -19,7 +19,7 @@ from common.numbers import counted, memory
 from data.shards import CONVERSATIONS
 from model import ConfigError, Transformer
 from storage.checkpoint import write_base
-from storage.folder import RunFolder, release_locks
+from storage.folder import release_locks
 from training.arguments import TrainingArguments, parse_arguments
 from training.build import build_model, random_state
 from training.engine.device import (
@@ -173,12 +173,6 @@ def start_block(run: Run) -> str:
     device, data, batch = run.accelerator.device, prepared.train_set, run.samples_per_step
     lora, checkpoint = prepared.shapes.lora, prepared.start.checkpoint
     origin = f"{prepared.source.path}, with a new optimizer" if prepared.source else "scratch"
-    if prepared.source and not prepared.source.tokenizer.is_file():
-        origin += "; it has no tokenizer, but the same vocabulary size"
-    if prepared.source and prepared.source.path.name != "base":  # base/ holds no adapter
-        runs = map(RunFolder, prepared.source.path.parents[:2])  # run of weights/, or of checkpoint
-        if any(run.settings.exists() and run.base.exists() for run in runs):
-            origin += "; its adapter is merged into these weights and not trained further"
     rows, read = "sequences", f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if data.lengths is not None:
         rows, read = "conversations", data.summary
