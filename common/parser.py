@@ -18,14 +18,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: %(default)s)"
 
 
-class KeepEarlierValue(argparse.Action):
-    """Action of a flag with an optional value. Typed without a value, it keeps an earlier value."""
-
-    def __call__(self, parser, namespace, value, option_string=None):
-        if value or not getattr(namespace, self.dest, None):
-            setattr(namespace, self.dest, value)
-
-
 class OneLineParser(argparse.ArgumentParser):
     """A parser that raises UsageError. For an unknown flag it suggests the most similar one."""
 

@@ -69,7 +69,7 @@ def test_a_number_outside_its_limits_is_refused_by_name(name):
         ("--sample_prompt=\ud83d", "sample_prompt"),
         ("--deepspeed=a\0", "deepspeed"),
         ("--deepspeed", "--deepspeed must be the name of a file"),
-        ("--deepspeed --dim 64", "--deepspeed must be the name of a file"),
+        ("--deepspeed_config ds.json --deepspeed", "--deepspeed must be the name of a file"),
         ("--log_with=tensorboard,nonsense", "log_with"),
         ("--nonsense 1", "--nonsense"),
         ("--batch 8", "--batch"),  # a flag cannot be abbreviated
@@ -84,7 +84,6 @@ def test_a_wrong_flag_is_refused_in_one_line_that_names_it(typed, says):
     "typed",
     [
         "--deepspeed_config=ds.json",
-        "--deepspeed_config ds.json --deepspeed",
         "--deepspeed --deepspeed_config ds.json",  # as in DeepSpeed's own programs
         "--deepspeed ds.json --local-rank 1",
     ],

@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from common.errors import UsageError
-from common.parser import KeepEarlierValue, OneLineParser, is_text
+from common.parser import OneLineParser, is_text
 
 
 def parser() -> OneLineParser:
@@ -39,13 +39,6 @@ def test_help_shows_each_default_once_and_none_for_switches(capsys):
     assert "how many (default: 0)\n" in said
     assert said.count("(default:") == 2
     assert said.count("whether\n") == 2
-
-
-def test_a_flag_without_a_value_keeps_the_earlier_value():
-    parser = OneLineParser()
-    parser.add_argument("--deepspeed", nargs="?", const=None, action=KeepEarlierValue)
-    given = parser.parse_args(["--deepspeed", "a.json", "--deepspeed"])
-    assert given.deepspeed == "a.json"
 
 
 def test_bytes_that_are_not_utf8_are_not_text():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from common.errors import UsageError
-from common.parser import KeepEarlierValue, OneLineParser, is_text
+from common.parser import OneLineParser, is_text
 from data.dataset import ConversationSet, PackedDataset, TokenStream
 from data.shards import read_description
 from model import Transformer
@@ -278,7 +278,7 @@ def build_parser(
             options |= {"type": value_type, "choices": choices, "metavar": metavar}
         alone = item.metadata.get("alone")  # the value of a flag that is typed without a value
         if alone is not None:
-            options |= {"nargs": "?", "const": alone, "action": KeepEarlierValue}
+            options |= {"nargs": "?", "const": alone}
         group.add_argument(f"--{item.name}", *item.metadata.get("aliases", ()), **options)
     # DeepSpeed's launcher appends this flag. It is ignored: LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
