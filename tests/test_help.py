@@ -9,7 +9,7 @@ from conftest import run
 
 SCRIPTS = (
     *("generate", "chat", "serve", "prepare_data", "evaluate", "export_hf", "export_gguf"),
-    *("import_weights", "merge_lora"),
+    "import_weights",
 )
 
 
@@ -23,7 +23,7 @@ def test_the_usage_line_can_be_typed_and_has_placeholders_in_capitals(name, caps
     assert usage.startswith(f"usage: python -m scripts.{name} ")
     # Required arguments stand outside brackets; only prepare_data has none.
     places = re.sub(r"\[[^]]*\]", "", usage.partition(f"scripts.{name}")[2]).split()
-    assert set(places) <= {"RUN", "OUT", "SOURCE", "BASE", "ADAPTER"}
+    assert set(places) <= {"RUN", "OUT", "SOURCE"}
     assert places or name == "prepare_data"
 
 
