@@ -10,33 +10,21 @@ from common.parser import is_text
 
 
 def read_prompts(given: list[str], path: str | None) -> list[str]:
-    """Return the prompts in `given`, then those in a file: one per line, or JSON in a .jsonl file.
-    "-" means stdin. Raises UsageError if there is no prompt, or a prompt or the file is bad."""
+    """Return the prompts in `given`, then those in a file: one per line, in a .jsonl file under the
+    key "prompt". "-" means stdin. Raises UsageError without a prompt, or if one is bad."""
     prompts = list(given)
     if path:
         try:
             raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
             # splitlines would also split at form feeds and at Unicode's line separators.
             lines = raw.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
-            parse = _prompt_of if path.endswith(".jsonl") else str
-            prompts += [parse(line) for line in lines if line]
-        except (OSError, ValueError) as error:
+            is_json = path.endswith(".jsonl")
+            prompts += [json.loads(line)["prompt"] if is_json else line for line in lines if line]
+        except (OSError, ValueError, TypeError, LookupError) as error:
             raise UsageError(f"--prompts {path}: {reason(error)}") from error
     if not prompts:
         raise UsageError("nothing to continue: pass --prompt, --prompts or --interactive")
     return [require_text(prompt) for prompt in prompts]
-
-
-def _prompt_of(line: str) -> str:
-    """Return the field "prompt" or "text" of a line of JSON. Raises ValueError if there is none."""
-    try:
-        row = json.loads(line)
-        prompt = row["prompt"] if "prompt" in row else row["text"]
-        if isinstance(prompt, str):
-            return prompt
-        raise TypeError
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"not a JSON object with 'prompt' or 'text': {line[:80]}") from error
 
 
 def require_text(prompt: str) -> str:

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add_model_flags(add)
     add("--prompt", action="append", default=[], help="text to continue; can be repeated")
-    add("--prompts", help="file: a prompt per line, or .jsonl with 'prompt' or 'text'; '-': stdin")
+    add("--prompts", help="file: a prompt per line, or .jsonl with the key 'prompt'; '-': stdin")
     add("--interactive", action="store_true", help="ask for prompts in the terminal")
     add("--num_samples", type=at_least_1, default=1, help="continuations of each prompt")
     add("--max_new_tokens", type=at_least_1, default=100, help="most tokens of a continuation")

@@ -98,7 +98,7 @@ def test_several_continuations_come_in_order_whatever_the_batch_size(call, weigh
 def test_prompts_come_from_a_file_from_stdin_and_from_json_lines(call, tmp_path):
     # A form feed and U+2028 do not end a line.
     (tmp_path / "p.txt").write_bytes("\ufeffsum\x0c1\r\n\n第\u20282\n".encode())
-    rows = [{"prompt": "sum\x0c1"}, {"text": "第\u20282"}]
+    rows = [{"prompt": "sum\x0c1"}, {"prompt": "第\u20282"}]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     (tmp_path / "p.jsonl").write_text("\n".join(lines), encoding="utf-8")
     common = ("--jsonl", "--max_new_tokens", "5")
@@ -108,7 +108,10 @@ def test_prompts_come_from_a_file_from_stdin_and_from_json_lines(call, tmp_path)
     assert all(row["text"] for row in found)
     assert call("--prompts", str(tmp_path / "p.jsonl"), *common)[0] == out
     assert call("--prompts", "-", *common, stdin="sum\x0c1\n第\u20282\n")[0] == out
-    for content, message in (("", "nothing to continue"), ('{"question": "a"}', "or 'text': .*a")):
+    for content, message in (
+        ("", "nothing to continue"),
+        ('{"question": "a"}', "p.jsonl: 'prompt'"),
+    ):
         (tmp_path / "p.jsonl").write_text(content)
         out, err, code = call("--prompts", str(tmp_path / "p.jsonl"))
         assert (out, code) == ("", 2)
