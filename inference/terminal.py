@@ -28,17 +28,15 @@ def write_continuations(
     context = decoder.config.max_seq_len
     size = min(flags.batch_size, len(repeated))
     streams = size == 1 and not flags.jsonl
-    slides = flags.beyond_context == "slide"
     texts = []
     for i, prompt in enumerate(repeated):
         ids, next_ids = tokenizer.encode_prompt(prompt)
-        n_free = context + 1 - len(ids)  # a full context predicts one more token
-        if n_free < 1 and not slides:
+        if len(ids) > context:
             sizes = f"a prompt has {len(ids)} tokens, the context has {context}"
-            raise UsageError(f"{sizes}: shorten the prompt, or pass --beyond_context slide")
+            raise UsageError(f"{sizes}: shorten the prompt")
         text = StreamedText(
             prompt=ids,
-            max_new_tokens=flags.max_new_tokens if slides else min(flags.max_new_tokens, n_free),
+            max_new_tokens=flags.max_new_tokens,
             sampling=sampling.numbered(i),
             next_ids=next_ids,
             tokenizer=tokenizer,
@@ -60,10 +58,6 @@ def write_continuations(
                 print("" if streams else _heading(i, repeated) + text.text, flush=True)
     seconds = time.perf_counter() - started
     n_tokens = sum(len(text.ids) for text in texts)
-    cut = sum(len(t.ids) < flags.max_new_tokens for t in texts if t.finish_reason == "length")
-    if cut:
-        full = f"{cut} of {len(texts)} texts ended because the context of {context} tokens was full"
-        say(f"{full}; --beyond_context slide continues them")
     say(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:,.0f} tokens/s")
 
 

@@ -31,8 +31,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--greedy", action="store_true", help="always take the most likely token (--temperature 0)")
     add("--stop", action="append", default=[], help="text that ends a continuation; repeatable")
     add("--seed", type=int, default=42, help="random seed; continuation i (from 0) uses seed + i")
-    full = "when the context is full: stop, or drop its older half and continue"
-    add("--beyond_context", choices=("stop", "slide"), default="stop", help=full)
     add("--jsonl", action="store_true", help="print one JSON object per continuation")
     add("--batch_size", type=at_least_1, default=16, help="continuations computed together")
     args = parser.parse_args(argv)
