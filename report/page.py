@@ -62,13 +62,12 @@ def try_to_write_report(runs: list[Path], out: Path) -> str:
     return str(out)
 
 
-def draw_losses(runs: list[Path], picture: Path) -> None:
-    """Draw the losses into a PNG or SVG file; for several runs, only the validation loss."""
-    chart = losses(by_name(runs))[-1]
+def draw_losses(run: Path, picture: Path) -> None:
+    """Draw both losses of a run into a picture, such as a PNG."""
+    (chart,) = losses(by_name([run]))
     figure = plot(replace(chart, size=(8, 4.5)))
     figure.axes[0].set_ylabel(LOSS.unit)
     figure.legend()
-    picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=120)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
-from report.page import draw_losses, write_report
+from report.page import write_report
 from storage.find import find_run
 from storage.folder import RunFolder
 
@@ -18,17 +18,11 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folder, or 'auto' for the newest run")
     add("--out", type=Path, help="page (default: RUN/report.html; several RUNs: out/report.html)")
-    add("--picture", type=Path, help="also draw the losses into a .png or .svg file")
     args = parser.parse_args(argv)
-    if args.picture and args.picture.suffix not in (".png", ".svg"):
-        parser.error(f"--picture must end in .png or .svg, not {args.picture}")
     runs = list(dict.fromkeys(find_run(name) for name in args.runs))
     out = args.out or (RunFolder(runs[0]).report if len(runs) == 1 else Path("out/report.html"))
     write_report(runs, out)
     print(f"report: {out}")
-    if args.picture:
-        draw_losses(runs, args.picture)
-        print(f"picture: {args.picture}")
 
 
 if __name__ == "__main__":

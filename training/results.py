@@ -90,7 +90,7 @@ def write_results(prepared: Prepared, weights: dict[str, Tensor], log: TrainingL
         model, tokenizer = load_portable(folder), open_tokenizer(folder)
         prompt, continuation = prompt_and_continuation(model, tokenizer, prepared)
         run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
-        draw_losses([run.path], run.loss_picture)
+        draw_losses(run.path, run.loss_picture)
     path, prompt_flag = shlex.quote(str(run.path)), shlex.quote(prompt.replace("\n", " "))
     next_command = f"scripts.chat {path}"
     if not run.template.exists():
