@@ -4,6 +4,7 @@ Dimension 0 of a stored tensor counts sequences, dimension 2 positions of a sequ
 prompts are padded on the right; new tokens overwrite the padding.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,12 +22,13 @@ class LayerCache:
     """The keys and values of one block, each (B, n_kv_heads, allocated positions, head_dim)."""
 
     def __init__(self, cache: "Cache", keys: Tensor, values: Tensor):
-        self.cache, self.keys, self.values = cache, keys, values
+        self.cache = weakref.ref(cache)  # a cycle would keep the memory of a cache that is dropped
+        self.keys, self.values = keys, values
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, (B, T, n_kv_heads, head_dim). Let each position attend to itself and the
         past. q and the result are (B, T, H, head_dim). T is 1, except while prompts are read."""
-        cache, keys, values = self.cache, self.keys, self.values
+        cache, keys, values = self.cache(), self.keys, self.values
         if cache.longest == 0:  # the model reads the prompts
             keys[:, :, : k.shape[1]] = k.transpose(1, 2)
             values[:, :, : k.shape[1]] = v.transpose(1, 2)

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -54,6 +56,13 @@ def test_cached_logits_equal_those_of_the_whole_sequence(shape):
             text.append(id)
         logits = decoder.step(torch.tensor(token)[:, None], cache)
     torch.testing.assert_close(logits, uncached(model, texts), rtol=1e-5, atol=1e-5)
+
+
+def test_the_memory_of_a_dropped_cache_is_free_at_once():
+    cache, _ = Decoder(transformer()).read(ids(3))
+    keys = weakref.ref(cache.layers[0].keys)
+    del cache
+    assert keys() is None
 
 
 def test_decoding_switches_cudnn_attention_off(monkeypatch):
