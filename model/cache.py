@@ -102,8 +102,9 @@ class Cache:
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """Keep only the sequences with these indices, in this order."""
+        index = torch.tensor(rows, device=self.device)  # one copy to a GPU, not two per layer
         for layer in self.layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+            layer.keys, layer.values = layer.keys[index], layer.values[index]
         self._set_lengths([self.lengths[row] for row in rows])
 
     @torch.inference_mode()
