@@ -3,7 +3,8 @@ greedily with the same untrained weights, and take turns in one process.
 
     python -m benchmarks.generation --sizes 3m,26m
 
-On a CPU, this project is also measured without the layout of oneDNN (`inference.decoder.Packed`).
+On a CPU, this project is also measured without the layout of oneDNN (`inference.decoder.Packed`),
+on a GPU without CUDA graphs (`inference.decoder.record`).
 """
 
 import argparse
@@ -102,6 +103,9 @@ def contenders(
     if llama.device.type == "cpu":
         with patch.object(decoder, "_onednn_is_faster", lambda weight: False):
             found["ours, plain layout"] = ours(Decoder(model, DTYPES[dtype]))
+    else:
+        found["ours, no graphs"] = ours(launched := Decoder(model, DTYPES[dtype]))
+        launched.recorded = False
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from inference.prompts import say
 from model import Attention, FeedForward, Transformer
 from model.cache import Cache, without_cudnn
 from model.lora import weight_of
@@ -108,6 +109,22 @@ def _replace(module: nn.Module, **others) -> None:
         setattr(module, name, other)
 
 
+def record(run: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:
+    """Record the kernels of `run` in a CUDA graph, without running them. Return a function that
+    launches them all at once for new tokens. The tensor that it returns is always the same."""
+    graph, tokens = torch.cuda.CUDAGraph(), tokens.clone()
+    # The first context selects the GPU of `tokens`. After an error it restores the stream.
+    with torch.cuda.stream(torch.cuda.current_stream(tokens.device)), torch.cuda.graph(graph):
+        logits = run(tokens)
+
+    def replay(new: Tensor) -> Tensor:
+        tokens.copy_(new)
+        graph.replay()
+        return logits
+
+    return replay
+
+
 class Decoder:
     """Compute the logits of the next token, for prompts and then token by token.
 
@@ -121,6 +138,7 @@ class Decoder:
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.device = model.tok_embeddings.weight.device
         self.forward = model if divided else prepare_for_generation(model, self.dtype).forward
+        self.recorded = self.device.type == "cuda" and not divided  # launches take most of a step
 
     @torch.inference_mode()
     def read(self, prompts: list[list[int]]) -> tuple[Cache, Tensor]:
@@ -128,14 +146,26 @@ class Decoder:
         each prompt's next token, (B, vocab_size)."""
         lengths = [len(prompt) for prompt in prompts]
         cache = Cache(self.config, lengths, self.dtype, self.device)
+        cache.fixed = self.recorded
         rows = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
-        return cache, self.step(torch.tensor(rows, device=self.device), cache)
+        return cache, self._logits(torch.tensor(rows, device=self.device), cache)
 
     @torch.inference_mode()
-    @without_cudnn()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Append `tokens`, int64 (B, 1), to the cache; in `read`, (B, T). Return the fp32 logits of
-        the next token, (B, vocab_size). Raises ValueError if a sequence fills the context."""
+        """Append `tokens`, int64 (B, 1), to the cache. Return the fp32 logits of the next token,
+        (B, vocab_size), valid until the next step. Raises ValueError if a sequence is too long."""
+        cache.advance()
+        # The first pass with new tensors is not recorded: it loads what the kernels need.
+        if self.recorded and cache.mask is not None and not cache.replay:
+            try:
+                cache.replay = record(partial(self._logits, cache=cache), tokens)
+            except RuntimeError as error:
+                self.recorded = False
+                say(f"no CUDA graph could be recorded, so generation is slower: {error}")
+        return cache.replay(tokens) if cache.replay else self._logits(tokens, cache)
+
+    @without_cudnn()
+    def _logits(self, tokens: Tensor, cache: Cache) -> Tensor:
         logits = self.forward(tokens, cache=cache).logits.float()
         if self.divided:  # processes that round differently could draw different tokens
             torch.distributed.broadcast(logits, src=0)

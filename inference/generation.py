@@ -195,7 +195,8 @@ class Batch:
                 ids = [text.prompt + text.ids for text in texts]
                 logits = penalise(logits, ids, sampling.repetition_penalty)
             drawn = [torch.rand((), generator=t.generator, dtype=torch.float64) for t in texts]
-            tokens[rows] = choose(logits, sampling, torch.stack(drawn).to(tokens.device))
+            numbers = torch.stack(drawn).to(tokens.device, non_blocking=True)  # do not wait
+            tokens[rows] = choose(logits, sampling, numbers)
         return tokens
 
 

@@ -4,7 +4,8 @@ Dimension 0 of a stored tensor counts sequences, dimension 2 positions of a sequ
 prompts are padded on the right; new tokens overwrite the padding.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,46 +15,48 @@ from torch.nn import functional as F
 from model.attention import fused_attention
 from model.config import LMConfig
 
-STRETCH = 64  # positions allocated after the prompts; a whole context could take gigabytes
+# A whole context could take gigabytes. On a GPU, a mask is copied unless 16 divides its length.
+STRETCH = 64  # positions are allocated in multiples of it
 
 
 class LayerCache:
     """The keys and values of one block, each (B, n_kv_heads, allocated positions, head_dim)."""
 
     def __init__(self, cache: "Cache", keys: Tensor, values: Tensor):
-        self.cache, self.keys, self.values = cache, keys, values
+        self.cache = weakref.ref(cache)  # a cycle would keep the memory of a cache that is dropped
+        self.keys, self.values = keys, values
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, (B, T, n_kv_heads, head_dim). Let each position attend to itself and the
         past. q and the result are (B, T, H, head_dim). T is 1, except while prompts are read."""
-        cache, keys, values = self.cache, self.keys, self.values
+        cache, keys, values = self.cache(), self.keys, self.values
         if cache.longest == 0:  # the model reads the prompts
             keys[:, :, : k.shape[1]] = k.transpose(1, 2)
             values[:, :, : k.shape[1]] = v.transpose(1, 2)
             return fused_attention(q, k, v, 0.0)
         if cache.mask is None:  # all sequences have the same length: write one column
-            keys.select(2, cache.longest).copy_(k[:, 0])
-            values.select(2, cache.longest).copy_(v[:, 0])
+            keys.select(2, cache.longest - 1).copy_(k[:, 0])
+            values.select(2, cache.longest - 1).copy_(v[:, 0])
         else:
             keys[cache.rows, :, cache.columns] = k[:, 0]
             values[cache.rows, :, cache.columns] = v[:, 0]
         # Group the query heads that share a key/value head in dimension 2.
         grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])  # (B, n_kv_heads, group, D)
-        keys = keys.narrow(2, 0, cache.longest + 1)  # (B, n_kv_heads, stored positions, D)
-        values = values.narrow(2, 0, cache.longest + 1)
+        width = cache.longest if cache.mask is None else cache.mask.shape[-1]
+        keys, values = keys.narrow(2, 0, width), values.narrow(2, 0, width)
         return F.scaled_dot_product_attention(grouped, keys, values, cache.mask).view(q.shape)
 
 
 class Cache:
     """The cache of all blocks. It grows with its sequences, up to max_seq_len positions. `lengths`
-    has the number of tokens of each prompt. The first forward pass must read the prompts."""
+    has each prompt's length. The first pass must read the prompts. Call `advance` before others."""
 
     def __init__(
         self, config: LMConfig, lengths: list[int], dtype: torch.dtype, device: torch.device
     ):
-        self.device = device
-        self.context = config.max_seq_len
-        self.allocated = min(max(lengths) + STRETCH, self.context)  # positions per sequence
+        self.device, self.context = device, config.max_seq_len
+        self.allocated = min((max(lengths) // STRETCH + 2) * STRETCH, self.context)  # positions
+        self.fixed = False  # True: each pass has the same shapes, so one can be recorded
         shape = (2, len(lengths), config.n_kv_heads, self.allocated, config.head_dim)
         self.layers = [
             LayerCache(self, *torch.zeros(shape, dtype=dtype, device=device))
@@ -64,44 +67,49 @@ class Cache:
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths
-        self.longest = max(lengths)  # stored tokens of the longest sequence
+        self.longest = max(lengths)  # tokens of the longest sequence
         self.rows = torch.arange(len(lengths), device=self.device)
         self.columns = torch.tensor(lengths, device=self.device)  # next position of each
         self.equal_lengths = min(lengths) == self.longest
-        # (B, 1, 1, positions), True where the next token attends; None if all lengths are equal
+        # (B, 1, 1, positions), True where the new token attends; None if it attends everywhere
         self.mask: Tensor | None = None
+        self.replay: Callable[[Tensor], Tensor] | None = None  # runs a recorded pass
 
-    def begin(self, pos_cis: Tensor, seq_len: int) -> Tensor:
-        """Allocate memory for the next tokens; return their rotations, (seq_len, head_dim/2), or
-        (B, 1, head_dim/2) if lengths differ. Raises ValueError if a sequence fills the context."""
-        if self.longest == 0:
-            return pos_cis[:seq_len]
+    def advance(self) -> None:
+        """Make room for new tokens and count them. Raises ValueError if the context is full."""
         if self.longest == self.allocated:
             if self.allocated == self.context:
                 raise ValueError(f"a sequence fills the context of {self.context} tokens")
             self._allocate(min(2 * self.allocated, self.context))
-        if self.equal_lengths:
-            return pos_cis[self.longest : self.longest + 1]
-        columns = torch.arange(self.longest + 1, device=self.device)
+            self._set_lengths(self.lengths)  # the recorded pass knows the old addresses
+        self.lengths = [length + 1 for length in self.lengths]
+        self.longest += 1
+
+    def begin(self, pos_cis: Tensor, seq_len: int) -> Tensor:
+        """Return the rotations of the new tokens, (seq_len, head_dim/2) or (B, 1, head_dim/2)."""
+        if self.longest == 0:
+            return pos_cis[:seq_len]
+        if self.equal_lengths and not self.fixed:
+            return pos_cis[self.longest - 1 : self.longest]
+        columns = torch.arange(self.allocated if self.fixed else self.longest, device=self.device)
         self.mask = (columns <= self.columns[:, None])[:, None, None]
         return pos_cis[self.columns][:, None]
 
     def end(self, x: Tensor) -> Tensor:
-        """Count the new tokens as stored. Return x of the last token of each sequence, (B, dim)."""
+        """Return x of the last token of each sequence, (B, dim)."""
         if self.longest == 0:
             self.longest = max(self.lengths)
             return x[self.rows, self.columns - 1]
-        self.lengths = [length + 1 for length in self.lengths]
-        self.longest += 1
-        if not self.equal_lengths:
+        if self.mask is not None:
             self.columns += 1
         return x[:, 0]
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """Keep only the sequences with these indices, in this order."""
+        index = torch.tensor(rows, device=self.device)  # one copy to a GPU, not two per layer
         for layer in self.layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+            layer.keys, layer.values = layer.keys[index], layer.values[index]
         self._set_lengths([self.lengths[row] for row in rows])
 
     @torch.inference_mode()

@@ -1,5 +1,8 @@
+import weakref
+
 import pytest
 import torch
+from fake_graph import use_fake_graphs
 from torch.nn import functional as F
 
 from inference.decoder import Decoder, Packed
@@ -54,6 +57,52 @@ def test_cached_logits_equal_those_of_the_whole_sequence(shape):
             text.append(id)
         logits = decoder.step(torch.tensor(token)[:, None], cache)
     torch.testing.assert_close(logits, uncached(model, texts), rtol=1e-5, atol=1e-5)
+
+
+def logits_of_a_batch(decoder: Decoder, lengths: tuple[int, int]) -> torch.Tensor:
+    """Return the logits of all steps. Sequences change places and join, and the cache grows."""
+    cache, logits = decoder.read(ids(*lengths))
+    tokens = torch.tensor(ids(*[3] * 100)).T
+    rows = [*logits.clone()]
+    for step in range(100):
+        if step == 30:
+            cache.keep([1, 0])
+        if step == 60:
+            cache.append(decoder.read(ids(40))[0])
+        rows += decoder.step(tokens[: len(cache.lengths), step % 3, None], cache).clone()
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), (40, 9)])
+def test_recorded_steps_give_the_logits_of_separate_launches(monkeypatch, lengths):
+    graphs = use_fake_graphs(monkeypatch)
+    decoder = Decoder(transformer())
+    expected = logits_of_a_batch(decoder, lengths)
+    assert graphs == []
+    decoder.recorded = True
+    torch.testing.assert_close(logits_of_a_batch(decoder, lengths), expected, rtol=0, atol=2e-6)
+    assert 3 <= len(graphs) <= 4  # until `keep`, `append` and the end; for (40, 9) the cache grows
+    assert sum(graph.replays for graph in graphs) > 90
+
+
+def test_without_a_graph_steps_give_the_same_logits_and_say_so_once(monkeypatch, capsys):
+    def fail(graph):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    decoder = Decoder(transformer())
+    expected = logits_of_a_batch(decoder, (40, 9))
+    decoder.recorded = True
+    use_fake_graphs(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "graph", fail)
+    torch.testing.assert_close(logits_of_a_batch(decoder, (40, 9)), expected, rtol=0, atol=2e-6)
+    assert capsys.readouterr().err.count("generation is slower: operation not permitted") == 1
+
+
+def test_the_memory_of_a_dropped_cache_is_free_at_once():
+    cache, _ = Decoder(transformer()).read(ids(3))
+    keys = weakref.ref(cache.layers[0].keys)
+    del cache
+    assert keys() is None
 
 
 def test_decoding_switches_cudnn_attention_off(monkeypatch):
