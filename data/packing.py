@@ -46,8 +46,8 @@ class TextDefaults(NamedTuple):
 # large vocabulary. It has short sections, so that its validation split has several of them.
 BY_SIZE = (
     TextDefaults(500e3, 512, 0.1, 1 << 10, 7),
-    TextDefaults(4e6, 4096, 0.1, 2 << 10, 20),
-    TextDefaults(10e6, 4096, 0.05, 2 << 10, 1),
+    TextDefaults(4e6, 4096, 0.03, 2 << 10, 20),
+    TextDefaults(10e6, 4096, 0.03, 2 << 10, 1),
     TextDefaults(50e6, 4096, 0.03, 4 << 10, 1),  # the built-in text
     TextDefaults(math.inf, 6400, 0.02, 16 << 10, 1),
 )
