@@ -110,11 +110,6 @@ def is_learned(name: str) -> bool:
 EXPERT = re.compile(r"\.(shared_)?experts\.(\d+)")  # in names of an expert's matrices
 
 
-def is_inert(name: str, weight: Tensor) -> bool:
-    """Return True for the weights of Qwen2-MoE's shared expert if it has no channels."""
-    return ".shared_expert" in name and (not weight.numel() or name.endswith("_gate.weight"))
-
-
 def inert_weights(config: LMConfig) -> dict[str, Tensor]:
     """Return the weights of a shared expert without channels, which transformers expects."""
     shapes = {"_gate": (1, config.dim), ".gate_proj": (0, config.dim)}
@@ -211,7 +206,8 @@ def read_llama_config(folder: Path) -> LMConfig:
     """Read config.json. Raises WeightsError if this model cannot compute the same function."""
     values = read_json(folder / CONFIG_FILE)
     if (kind := values.get("model_type")) not in READABLE:
-        raise WeightsError(f"{folder}: model_type is {kind!r}, not one of {', '.join(READABLE)}")
+        kinds = ", ".join(READABLE)
+        raise WeightsError(f"{folder}: model_type is {kind!r}, only {kinds} can be read")
     rope = (values.get("rope_parameters") or {}) | (values.get("rope_scaling") or {})
     rope_type = rope.get("type") or rope.get("rope_type", "default")  # "type" is the old name
     for name, allowed in COMPUTED.items():
@@ -249,10 +245,10 @@ def read_llama_config(folder: Path) -> LMConfig:
 def read_llama_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a Hugging Face folder with our names and our order of rows."""
     config = read_llama_config(folder)
-    weights, stacks = {}, defaultdict(dict)
+    weights, stacks, inert = {}, defaultdict(dict), inert_weights(config)
     for part in sorted(folder.glob("model-*-of-*.safetensors")) or [folder / WEIGHTS_FILE]:
         for name, weight in load_tensors(part).items():
-            if not is_learned(name) or is_inert(name, weight):
+            if not is_learned(name) or (name in inert and weight.shape == inert[name].shape):
                 continue
             ours = our_name(EXPERT.sub("", name), str(folder))
             if config.use_moe and "feed_forward" in ours:

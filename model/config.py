@@ -69,7 +69,7 @@ class LMConfig:
     n_shared_experts: int = setting(0, "more experts of a block, which every token uses")
     moe_hidden_dim: int | None = setting(None, "inner width of an expert (default: hidden_dim)")
     router_aux_loss: float = setting(0.01, "factor of the balancing loss in the training loss")
-    norm_topk_prob: bool = setting(False, "divide by the sum of the chosen", flag=False)  # imports
+    norm_topk_prob: bool = setting(False, "divide by their sum", flag=False)  # MiniMind's
     use_flash_attn: bool = setting(
         True,
         "fast attention: PyTorch's fused kernels on a GPU, blocks of rows on a CPU; without it, "
@@ -112,8 +112,8 @@ class LMConfig:
         if self.num_experts_per_tok > self.n_routed_experts:
             sizes = f"num_experts_per_tok {self.num_experts_per_tok} is larger than"
             raise ConfigError(f"{sizes} n_routed_experts {self.n_routed_experts}: change one")
-        if self.router_aux_loss < 0:
-            raise ConfigError(f"router_aux_loss must not be negative, as {self.router_aux_loss!r}")
+        if not self.router_aux_loss >= 0:
+            raise ConfigError(f"router_aux_loss must be at least 0, not {self.router_aux_loss!r}")
 
     def _check_type(self, name: str, kind: type) -> None:
         """Raise ConfigError if the field's value has the wrong type or is no valid size."""

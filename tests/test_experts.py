@@ -119,7 +119,7 @@ def test_settings_of_experts_that_contradict_each_other_are_refused():
     for values, said in (
         ({"n_routed_experts": 8}, "n_routed_experts needs experts: set use_moe too"),
         (MOE | {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is larger than"),
-        (MOE | {"router_aux_loss": -0.1}, "router_aux_loss must not be negative"),
+        (MOE | {"router_aux_loss": -0.1}, "router_aux_loss must be at least 0"),
         (MOE | {"n_shared_experts": -1}, "n_shared_experts must be a whole number, at least 0"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -170,7 +170,7 @@ def test_sharded_weights_are_read(llama, tmp_path, refusal):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"model_type": "mistral"}, "model_type is 'mistral', not one of llama"),
+        ({"model_type": "mistral"}, "model_type is 'mistral', only llama"),
         ({"attention_bias": True}, "attention_bias is True"),
         # transformers prefers rope_scaling to rope_parameters
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
