@@ -259,7 +259,7 @@ def test_validation_is_the_mean_over_all_targets_on_every_engine(how, dataset, r
 def test_a_run_resumes_with_another_engine_and_number_of_processes(
     how, before, after, runs, by_hand, packed, tmp_path
 ):
-    path = runs(how, before).stopped_after(3, tmp_path / "stopped")
+    path = runs(how, before).stopped_after(6, tmp_path / "stopped")
     resumed = start(how, after, packed, path, f" --resume {path}")
     assert resumed.column("loss") == pytest.approx(by_hand[how].losses, abs=TOLERANCE)
     assert_same_end(resumed, by_hand[how])
@@ -276,7 +276,7 @@ def test_a_run_resumed_with_recomputation_is_equal_to_the_bit(
     how, name, what, runs, packed, tmp_path
 ):
     whole = runs(how, name)
-    path = whole.stopped_after(3, tmp_path / "stopped")
+    path = whole.stopped_after(6, tmp_path / "stopped")
     more = f" --gradient_checkpointing {what} --resume {path}"
     resumed = start(how, name, packed, path, more)
     assert ("optimizer: Muon on 14 matrices at learning rate" in resumed.out) == (how == "muon")
