@@ -26,12 +26,13 @@ def train(run: Run) -> None:
         for batch in run.micro_batches():
             with run.accumulate():
                 teacher_logits = run.teacher(batch.tokens)
-                student = run.model(batch.tokens)
+                out = run.model(batch.tokens)
                 loss, hard, soft, agreement = distillation_loss(
-                    student.logits, teacher_logits, batch.targets, args, vocab_size, compiled
+                    out.logits, teacher_logits, batch.targets, args, vocab_size, compiled
                 )
-                parts = {"hard_loss": hard, "soft_loss": soft, "agreement": agreement}
-                run.backward(loss, batch, student.routing, **parts)
+                run.backward(
+                    loss, batch, out.routing, hard_loss=hard, soft_loss=soft, agreement=agreement
+                )
         grad_norm = run.clip_gradients()
         run.optimizer.step()
         run.optimizer.zero_grad()
