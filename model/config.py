@@ -68,7 +68,7 @@ class LMConfig:
     num_experts_per_tok: int = setting(1, "experts that the router chooses for a token")
     n_shared_experts: int = setting(0, "more experts of a block, which every token uses")
     moe_hidden_dim: int | None = setting(None, "inner width of an expert (default: hidden_dim)")
-    router_aux_loss: float = setting(0.01, "factor of the balancing loss in the training loss")
+    router_aux_loss: float = setting(0.1, "factor of the balancing loss in the training loss")
     norm_topk_prob: bool = setting(False, "divide by their sum", flag=False)  # MiniMind's
     use_flash_attn: bool = setting(
         True,

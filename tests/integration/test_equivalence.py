@@ -100,7 +100,7 @@ def plain_pytorch(data: Path, how: str) -> Reference:
         balance = 0.0
         if how == "experts":
             shares = F.one_hot(out.routing.argmax(-1), 64).float().mean(dim=2)
-            balance = 0.01 * 64 * (shares * out.routing.mean(dim=2)).sum(-1).mean()
+            balance = 0.1 * 64 * (shares * out.routing.mean(dim=2)).sum(-1).mean()
         (loss + balance).backward()
         norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
         for p in model.parameters():
