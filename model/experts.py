@@ -103,7 +103,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     rows are (R, in), weight is (G, out, in), ends has the row behind each group, int32 (G,). It is
     an operation of its own, because PyTorch cannot compile the grouped product in fp32."""
-    return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
 @torch.library.custom_op("small_lm::grouped_product_backward", mutates_args=())
@@ -111,7 +111,7 @@ def _grouped_product_backward(
     grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows and weight. `grad` is the gradient of the product."""
-    return torch._grouped_mm(grad, weight, offs=ends), torch._grouped_mm(grad.t(), rows, offs=ends)
+    return F.grouped_mm(grad, weight, offs=ends), F.grouped_mm(grad.t(), rows, offs=ends)
 
 
 @grouped_product.register_fake
