@@ -26,11 +26,13 @@ def train(run: Run) -> None:
         for batch in run.micro_batches():
             with run.accumulate():
                 teacher_logits = run.teacher(batch.tokens)
-                student_logits = run.model(batch.tokens).logits
+                out = run.model(batch.tokens)
                 loss, hard, soft, agreement = distillation_loss(
-                    student_logits, teacher_logits, batch.targets, args, vocab_size, compiled
+                    out.logits, teacher_logits, batch.targets, args, vocab_size, compiled
                 )
-                run.backward(loss, batch, hard_loss=hard, soft_loss=soft, agreement=agreement)
+                run.backward(
+                    loss, batch, out.routing, hard_loss=hard, soft_loss=soft, agreement=agreement
+                )
         grad_norm = run.clip_gradients()
         run.optimizer.step()
         run.optimizer.zero_grad()

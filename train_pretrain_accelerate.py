@@ -22,8 +22,8 @@ def train(run: Run) -> None:
         run.begin(step)  # learning rate
         for batch in run.micro_batches():
             with run.accumulate():
-                loss = run.model(batch.tokens, batch.targets).loss
-                run.backward(loss, batch)
+                out = run.model(batch.tokens, batch.targets)
+                run.backward(out.loss, batch, out.routing)
         grad_norm = run.clip_gradients()
         run.optimizer.step()
         run.optimizer.zero_grad()

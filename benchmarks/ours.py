@@ -52,9 +52,9 @@ class OurStep:
         run.begin(next(self._steps))
         for batch in run.micro_batches():
             with run.accumulate():
-                loss = run.model(batch.tokens, batch.targets).loss
-                run.backward(loss, batch)
-        self._loss = loss.detach()
+                out = run.model(batch.tokens, batch.targets)
+                run.backward(out.loss, batch, out.routing)
+        self._loss = out.loss.detach()
         self._norm = run.clip_gradients()
         run.optimizer.step()
         run.optimizer.zero_grad()

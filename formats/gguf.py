@@ -90,6 +90,9 @@ def export_gguf(
     if isinstance(tokenizer, JsonTokenizer):
         remedy = "run scripts.export_hf, then llama.cpp's convert_hf_to_gguf.py"
         raise DataError(f"{tokenizer.path}: only SentencePiece can be written: {remedy}")
+    if model.config.use_moe:
+        remedy = "run scripts.export_hf and use transformers"
+        raise UsageError(f"llama.cpp cannot compute experts with this router: {remedy}")
     writer = gguf.GGUFWriter(None, "llama")
     writer.add_name(out.stem)
     kind = "ALL_F32" if file_type == "f32" else f"MOSTLY_{file_type.upper()}"

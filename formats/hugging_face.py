@@ -1,5 +1,8 @@
 """Convert a model to Hugging Face's Llama and back: weights, settings and tokenizer.
 
+A model with experts becomes a Qwen2-MoE without its shared expert. Its router computes the same: a
+softmax over all experts, not divided by the sum over the chosen ones.
+
 Rotary embedding rotates pairs of channels of a head. Here, as in Llama's own release, a pair is
 (0, 1), (2, 3), …; in Hugging Face's Llama it is (j, j + head_dim/2). The rows of wq and wk, which
 compute these channels, are therefore reordered. All other weights are equal.
@@ -7,6 +10,7 @@ compute these channels, are therefore reordered. All other weights are equal.
 
 import re
 import shutil
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -45,6 +49,7 @@ IN_LAYER = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.router": "mlp.gate",
 }
 
 
@@ -66,17 +71,23 @@ def rotated_heads(name: str, config: LMConfig) -> int | None:
 
 
 def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename weights to Hugging Face's names, and reorder the rows of wq and wk."""
+    """Rename weights to Hugging Face's names, where each expert has its own matrices, and reorder
+    the rows of wq and wk."""
     renamed = {}
     for name, weight in weights.items():
         heads = rotated_heads(name, config)
-        renamed[llama_name(name)] = split_halves(weight, heads) if heads else weight
+        theirs = llama_name(name)
+        if weight.dim() == 3:  # (experts, rows, cols)
+            for i, matrix in enumerate(weight):
+                renamed[theirs.replace("mlp.", f"mlp.experts.{i}.")] = matrix
+        else:
+            renamed[theirs] = split_halves(weight, heads) if heads else weight
     return renamed
 
 
 def llama_name(name: str) -> str:
     """Return Hugging Face's name of a weight."""
-    if layer := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
+    if layer := re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight)?", name):
         return f"model.layers.{layer[1]}.{IN_LAYER[layer[2]]}.weight"
     return OUTER[name]
 
@@ -94,6 +105,21 @@ def our_name(name: str, source: str) -> str:
 def is_learned(name: str) -> bool:
     """Return False for tables of positions and masks, which some programs save with the weights."""
     return name.endswith((".weight", ".bias"))
+
+
+EXPERT = re.compile(r"\.(shared_)?experts\.(\d+)")  # in names of an expert's matrices
+
+
+def inert_weights(config: LMConfig) -> dict[str, Tensor]:
+    """Return the weights of a shared expert without channels, which transformers expects."""
+    shapes = {"_gate": (1, config.dim), ".gate_proj": (0, config.dim)}
+    shapes |= {".up_proj": (0, config.dim), ".down_proj": (config.dim, 0)}
+    layers = range(config.n_layers if config.use_moe else 0)
+    return {
+        f"model.layers.{i}.mlp.shared_expert{name}.weight": torch.zeros(shape)
+        for i in layers
+        for name, shape in shapes.items()
+    }
 
 
 def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
@@ -119,7 +145,7 @@ def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict
         rope = {theirs: getattr(scaling, ours) for ours, theirs in SCALING.items()}
         rope["rope_type"] = "llama3"
     rope["rope_theta"] = config.rope_theta
-    return {
+    values = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": config.vocab_size,
@@ -143,6 +169,19 @@ def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+    if config.use_moe:
+        values |= {
+            "model_type": "qwen2_moe",
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "num_experts": config.n_routed_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            "moe_intermediate_size": config.moe_hidden_dim,
+            "shared_expert_intermediate_size": 0,
+            "norm_topk_prob": config.norm_topk_prob,
+            "router_aux_loss_coef": config.router_aux_loss,
+            "qkv_bias": False,
+        }
+    return values
 
 
 # Settings of Hugging Face's Llama → values that this model can compute. The first is the default.
@@ -151,16 +190,24 @@ COMPUTED = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+    "scoring_func": ("softmax",),
+    "use_sliding_window": (False,),
     "quantization_config": (None,),
     "rope_type": ("default", "llama3"),
 }
 
 
+READABLE = ("llama", "qwen2_moe", "minimind")  # values of model_type
+
+
 def read_llama_config(folder: Path) -> LMConfig:
     """Read config.json. Raises WeightsError if this model cannot compute the same function."""
     values = read_json(folder / CONFIG_FILE)
-    if (kind := values.get("model_type")) != "llama":
-        raise WeightsError(f"{folder}: model_type is {kind!r}, only 'llama' can be read")
+    if (kind := values.get("model_type")) not in READABLE:
+        kinds = ", ".join(READABLE)
+        raise WeightsError(f"{folder}: model_type is {kind!r}, only {kinds} can be read")
     rope = (values.get("rope_parameters") or {}) | (values.get("rope_scaling") or {})
     rope_type = rope.get("type") or rope.get("rope_type", "default")  # "type" is the old name
     for name, allowed in COMPUTED.items():
@@ -180,20 +227,39 @@ def read_llama_config(folder: Path) -> LMConfig:
         "rope_theta": rope.get("rope_theta") or values.get("rope_theta", 10000.0),
         "rope_scaling": scaling if rope_type == "llama3" else None,
         "max_seq_len": values.get("max_position_embeddings", 2048),
-        "tie_embeddings": values.get("tie_word_embeddings", False),
+        "tie_embeddings": values.get("tie_word_embeddings", kind == "minimind"),
     }
+    if kind == "qwen2_moe" or values.get("use_moe"):
+        hidden_dim = values.get("moe_intermediate_size") or config["hidden_dim"]
+        config |= {
+            "use_moe": True,
+            "n_routed_experts": values.get("n_routed_experts") or values.get("num_experts"),
+            "num_experts_per_tok": values.get("num_experts_per_tok"),
+            "n_shared_experts": values.get("n_shared_experts") or 0,
+            "moe_hidden_dim": hidden_dim,
+            "norm_topk_prob": values.get("norm_topk_prob", kind == "minimind"),
+        }
     return build_config(config, folder)
 
 
 def read_llama_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a Hugging Face folder with our names and our order of rows."""
     config = read_llama_config(folder)
-    weights = {}
+    weights, stacks, inert = {}, defaultdict(dict), inert_weights(config)
     for part in sorted(folder.glob("model-*-of-*.safetensors")) or [folder / WEIGHTS_FILE]:
         for name, weight in load_tensors(part).items():
-            if is_learned(name):
-                ours = our_name(name, str(folder))
+            if not is_learned(name) or (name in inert and weight.shape == inert[name].shape):
+                continue
+            ours = our_name(EXPERT.sub("", name), str(folder))
+            if config.use_moe and "feed_forward" in ours:
+                ours = ours.removesuffix(".weight")
+            if expert := EXPERT.search(name):  # shared experts stand behind the others
+                number = int(expert[2]) + config.n_routed_experts * bool(expert[1])
+                stacks[ours][number] = weight
+            else:
                 weights[ours] = our_rows(config, ours, weight)
+    for name, stack in stacks.items():
+        weights[name] = torch.stack([stack[number] for number in sorted(stack)])
     output = weights.get("output.weight") if config.tie_embeddings else None
     if output is not None and not torch.equal(output, weights["tok_embeddings.weight"]):
         raise WeightsError(f"{folder}: config.json ties the embeddings, but lm_head differs")
@@ -208,7 +274,7 @@ pipeline_tag: text-generation
 
 # {name}
 
-A Llama of {millions:.2f} million parameters with a context of {max_seq_len:,} tokens, in {dtype}:
+A {kind} of {millions:.2f} million parameters with a context of {max_seq_len:,} tokens, in {dtype}:
 
     from transformers import pipeline
 
@@ -226,18 +292,22 @@ def write_model(
 ) -> None:
     """Write weights, settings and a model card. Raises UsageError if a weight overflows."""
     config = model.config
+    if config.n_shared_experts:
+        raise UsageError("transformers has no Llama with shared experts: it cannot be exported")
     kind = getattr(torch, dtype)
     weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}
     for key, weight in weights.items():
         if not weight.isfinite().all():
             raise UsageError(f"{key} does not fit into {dtype}: pass --dtype float32")
-    save_tensors(folder / WEIGHTS_FILE, to_llama(config, weights))
+    inert = {key: weight.to(kind) for key, weight in inert_weights(config).items()}
+    save_tensors(folder / WEIGHTS_FILE, to_llama(config, weights) | inert)
     values = llama_config(config, dtype, tokenizer.bos_id, tokenizer.eos_id)
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
     generation = {name: values[name] for name in ("bos_token_id", "eos_token_id")}
     write_json(folder / "generation_config.json", generation)
     card = CARD.format(
         name=name,
+        kind="Qwen2-MoE" if config.use_moe else "Llama",
         millions=model.num_parameters() / 1e6,
         max_seq_len=config.max_seq_len,
         dtype=dtype,

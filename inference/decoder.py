@@ -80,9 +80,13 @@ def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transforme
     for block, original in zip(prepared.layers, model.layers, strict=True):
         attention, feed_forward = block.attention, block.feed_forward
         attention.project = project_heads(original.attention, dtype)
-        feed_forward.project = project_gate(original.feed_forward, dtype)
         _replace(attention, wo=Packed(original.attention.wo, dtype=dtype))
-        _replace(feed_forward, w2=Packed(original.feed_forward.w2, dtype=dtype))
+        if model.config.use_moe:
+            weights = original.feed_forward.named_parameters()
+            _replace(feed_forward, **{name: p.detach().to(dtype) for name, p in weights})
+        else:
+            feed_forward.project = project_gate(original.feed_forward, dtype)
+            _replace(feed_forward, w2=Packed(original.feed_forward.w2, dtype=dtype))
         _replace(
             block,
             attention_norm=fused(original.attention_norm),

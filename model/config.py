@@ -3,7 +3,12 @@
 import sys
 from dataclasses import asdict, dataclass, field, fields
 
-HOW_IT_COMPUTES = ("dropout", "use_flash_attn")  # fields that may change after training
+HOW_IT_COMPUTES = ("dropout", "use_flash_attn", "router_aux_loss")  # may change after training
+# Fields that need use_moe. Settings of a dense model are stored without them.
+EXPERTS = (
+    *("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_hidden_dim"),
+    *("router_aux_loss", "norm_topk_prob"),
+)
 LARGEST = 1 << 24  # upper limit of every integer field, larger than in any known model
 
 
@@ -58,6 +63,13 @@ class LMConfig:
     max_seq_len: int = setting(512, "tokens per training sequence, and the context length")
     dropout: float = setting(0.0, "dropout on embeddings, attention weights and sublayer outputs")
     tie_embeddings: bool = setting(True, "share the matrix of input embedding and output layer")
+    use_moe: bool = setting(False, "experts instead of one feed-forward network in each block")
+    n_routed_experts: int = setting(4, "experts of a block that the router can choose")
+    num_experts_per_tok: int = setting(1, "experts that the router chooses for a token")
+    n_shared_experts: int = setting(0, "more experts of a block, which every token uses")
+    moe_hidden_dim: int | None = setting(None, "inner width of an expert (default: hidden_dim)")
+    router_aux_loss: float = setting(0.1, "factor of the balancing loss in the training loss")
+    norm_topk_prob: bool = setting(False, "divide by their sum", flag=False)  # MiniMind's
     use_flash_attn: bool = setting(
         True,
         "fast attention: PyTorch's fused kernels on a GPU, blocks of rows on a CPU; without it, "
@@ -80,6 +92,7 @@ class LMConfig:
         if self.hidden_dim is None:
             two_thirds = int(2 * (4 * self.dim) / 3)
             self.hidden_dim = -(-two_thirds // self.multiple_of) * self.multiple_of
+        self._check_experts()
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
         for name in ("norm_eps", "rope_theta"):
@@ -88,12 +101,27 @@ class LMConfig:
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             self.rope_scaling = RopeScaling(**self.rope_scaling)  # a dict, from a file
 
+    def _check_experts(self) -> None:
+        """Set moe_hidden_dim. Raise ConfigError if settings of experts contradict each other."""
+        if not self.use_moe:
+            for name in EXPERTS:
+                if getattr(self, name) != getattr(LMConfig, name):
+                    raise ConfigError(f"{name} needs experts: set use_moe too")
+            return
+        self.moe_hidden_dim = self.moe_hidden_dim or self.hidden_dim
+        if self.num_experts_per_tok > self.n_routed_experts:
+            sizes = f"num_experts_per_tok {self.num_experts_per_tok} is larger than"
+            raise ConfigError(f"{sizes} n_routed_experts {self.n_routed_experts}: change one")
+        if not self.router_aux_loss >= 0:
+            raise ConfigError(f"router_aux_loss must be at least 0, not {self.router_aux_loss!r}")
+
     def _check_type(self, name: str, kind: type) -> None:
         """Raise ConfigError if the field's value has the wrong type or is no valid size."""
         value = getattr(self, name)
         if kind is int or (kind == int | None and value is not None):
-            if type(value) is not int or not 0 < value <= LARGEST:
-                limits = f"a positive whole number, at most {LARGEST:,}"
+            least = 0 if name == "n_shared_experts" else 1
+            if type(value) is not int or not least <= value <= LARGEST:
+                limits = f"a whole number, at least {least} and at most {LARGEST:,}"
                 raise ConfigError(f"{name} must be {limits}, not {value!r}")
         elif kind is float:
             if type(value) not in (int, float) or abs(value) > sys.float_info.max:
@@ -102,11 +130,15 @@ class LMConfig:
             raise ConfigError(f"{name} must be true or false, not {value!r}")
 
     def to_dict(self) -> dict:
-        return asdict(self)
+        values = asdict(self)
+        left_out = () if self.use_moe else ("use_moe", *EXPERTS)
+        return {name: value for name, value in values.items() if name not in left_out}
 
     def shape(self) -> dict:
         """Return the fields that trained weights depend on: all except HOW_IT_COMPUTES."""
-        return {name: value for name, value in asdict(self).items() if name not in HOW_IT_COMPUTES}
+        return {
+            name: value for name, value in self.to_dict().items() if name not in HOW_IT_COMPUTES
+        }
 
     @classmethod
     def from_dict(cls, values: dict) -> "LMConfig":

@@ -54,7 +54,8 @@ def add_lora(
 ) -> Transformer:
     """Add an adapter to each linear layer with `module_name` in its name. Return the same model.
 
-    The weights of these layers are frozen. With only_lora, all other parameters are frozen too.
+    The weights of these layers are frozen. Experts are frozen too and get no adapters: in a model
+    with experts, only attention is adapted. With only_lora, all other parameters are frozen too.
     Raises ConfigError if a value is out of range, or if a layer cannot have an adapter."""
     if not 1 <= dim <= model.config.dim:
         raise ConfigError(f"lora_dim must be from 1 to dim, {model.config.dim}, not {dim}")
@@ -71,6 +72,9 @@ def add_lora(
     lora = LoRA(dim, alpha, module_name, only_lora)
     if only_lora:
         model.requires_grad_(False)
+    for block in model.layers:
+        if block.has_experts:
+            block.feed_forward.requires_grad_(False)
     for name, layer in chosen.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, LoRALinear(layer, lora))

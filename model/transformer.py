@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from model.attention import Attention
 from model.cache import Cache, LayerCache
 from model.config import LMConfig
+from model.experts import Experts
 from model.loss import IGNORE_INDEX, TokenLoss, tokens_at_once
 from model.recompute import recomputed
 from model.rotary import precompute_pos_cis
@@ -23,6 +24,8 @@ class TransformerOutput(NamedTuple):
     logits: Tensor | None  # (B, T, vocab_size), with a cache (B, vocab_size); None with targets
     loss: Tensor | None  # fp32; None if no targets were given
     hits: Tensor | None = None  # (B, T), True where the target was the likeliest token
+    # fp32 (n_layers, B, T, E), probabilities of the routed experts; None without experts
+    routing: Tensor | None = None
 
 
 class RMSNorm(nn.Module):
@@ -70,14 +73,19 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.has_experts = config.use_moe
+        self.feed_forward = Experts(config) if config.use_moe else FeedForward(config)
 
-    def forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None):
+        """Return the new x; with experts, also the router's probabilities, (B, T, E)."""
         return recomputed(self._forward, self.recompute, x, pos_cis, cache)
 
-    def _forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None) -> Tensor:
+    def _forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None):
         x = x + self.attention(self.attention_norm(x), pos_cis, cache)
-        return x + self.feed_forward(self.ffn_norm(x))
+        if not self.has_experts:
+            return x + self.feed_forward(self.ffn_norm(x))
+        out, probabilities = self.feed_forward(self.ffn_norm(x))
+        return x + out, probabilities
 
 
 class Transformer(nn.Module):
@@ -105,8 +113,9 @@ class Transformer(nn.Module):
         # pos_cis is not saved, because the configuration determines it.
         self.register_buffer("pos_cis", self._pos_cis(), persistent=False)
         for block in self.layers:
-            block.attention.wo.writes_residual = True
-            block.feed_forward.w2.writes_residual = True
+            block.attention.wo.weight.writes_residual = True
+            w2 = block.feed_forward.w2
+            (w2 if config.use_moe else w2.weight).writes_residual = True
         self.apply(self._init_weights)
 
     def forward(
@@ -141,14 +150,20 @@ class Transformer(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         pos_cis = cache.begin(self.pos_cis, seq_len) if cache else self.pos_cis[:seq_len]
         caches = cache.layers if cache else repeat(None)
+        routing = []
         for layer, layer_cache in zip(self.layers, caches, strict=False):
             x = layer(x, pos_cis, layer_cache)
+            if self.config.use_moe:
+                x, probabilities = x
+                routing.append(probabilities)
         if cache:
             x = cache.end(x)  # (B, dim)
         x = self.norm(x)
         if targets is None:
-            return TransformerOutput(self.output(x), None)
-        return self._loss(x, targets, reduction)
+            out = TransformerOutput(self.output(x), None)
+        else:
+            out = self._loss(x, targets, reduction)
+        return out._replace(routing=torch.stack(routing)) if routing else out
 
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> TransformerOutput:
         """Compute the loss from x, (B, T, dim), in chunks of tokens; see model/loss.py."""
@@ -172,14 +187,23 @@ class Transformer(nn.Module):
             return TransformerOutput(None, loss, torch.cat(hits).view_as(targets))
         return TransformerOutput(None, loss)
 
-    def num_parameters(self) -> int:
-        """Return the number of parameters. A tied matrix counts once."""
-        return sum(p.numel() for p in self.parameters())
+    def num_parameters(self, active: bool = False) -> int:
+        """Return the number of parameters. A tied matrix counts once. With `active`, only the
+        parameters that compute a token count: those of experts count in part."""
+        return sum(self._active(p) if active else p.numel() for p in self.parameters())
+
+    def _active(self, p: nn.Parameter) -> int:
+        """Return how many elements of a parameter are used to compute one token."""
+        config = self.config
+        if p.dim() < 3:
+            return p.numel()
+        return p[0].numel() * (config.num_experts_per_tok + config.n_shared_experts)
 
     def flops_per_token(self, seq_len: float) -> float:
         """Return the model FLOPs per token of forward and backward for sequences of seq_len tokens.
 
-        They are 6 per trained parameter, plus 4 per frozen parameter, plus for attention
+        They are 6 per trained parameter, plus 4 per frozen parameter (of a token's experts only),
+        plus for attention
         12·n_layers·n_heads·head_dim·seq_len, as if every position saw all others. An untied input
         embedding is a lookup and does not count. Source: PaLM, appendix B,
         https://arxiv.org/abs/2204.02311."""
@@ -187,7 +211,7 @@ class Transformer(nn.Module):
         counted = {id(p): p for p in self.parameters()}
         if not config.tie_embeddings:
             del counted[id(self.tok_embeddings.weight)]
-        products = sum((6 if p.requires_grad else 4) * p.numel() for p in counted.values())
+        products = sum((6 if p.requires_grad else 4) * self._active(p) for p in counted.values())
         return products + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -196,14 +220,18 @@ class Transformer(nn.Module):
         Layers that write into the residual stream have 0.02 / sqrt(2·n_layers), as in GPT-2,
         because their 2·n_layers outputs are added up. Under `deepspeed.zero.Init`, `apply`
         gathers the whole weight before this call."""
-        if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
+        if not isinstance(module, nn.Linear | nn.Embedding | Experts):
+            return
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_meta:
+                continue
             std = 0.02
-            if getattr(module, "writes_residual", False):
+            if getattr(parameter, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
             # Under deepspeed.zero.Init, torch.empty returns a 16-bit tensor on the GPU. The same
             # seed then gives other weights.
-            drawn = torch.empty(module.weight.shape).normal_(mean=0.0, std=std)
-            module.weight.data.copy_(drawn)
+            drawn = torch.empty(parameter.shape).normal_(mean=0.0, std=std)
+            parameter.data.copy_(drawn)
 
     def _pos_cis(self) -> Tensor:
         config = self.config

@@ -65,7 +65,8 @@ def describe(options: dict) -> str:
         shapes = Transformer(LMConfig(**model_settings, vocab_size=plan.vocab_size))
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
     step = args.global_batch(processes) * seq_len  # tokens
-    tokens = plan.tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * total
+    suitable = TOKENS_PER_PARAMETER * shapes.num_parameters(active=True)
+    tokens = plan.tokens or (args.max_steps or 0) * step or suitable
     flops = tokens * shapes.flops_per_token(seq_len)  # FLOPs of the whole run
     compiled = should_compile(args.compile, flops / processes, device)
     work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=compiled)

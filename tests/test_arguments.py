@@ -16,6 +16,7 @@ ZERO_ALLOWED = {
     *("save_minutes", "keep_last", "sample_interval", "warmup_steps", "weight_decay", "grad_clip"),
     *("eval_interval", "eval_samples", "save_interval", "num_workers", "seed", "sample_tokens"),
     *("min_lr_ratio", "decay_fraction", "beta1", "beta2", "muon_momentum", "dropout"),
+    *("n_shared_experts", "router_aux_loss"),
 }
 
 

@@ -81,13 +81,16 @@ def test_ddp_does_not_split_the_graphs_of_compiled_blocks(monkeypatch):
 
 
 @needs_compiler
-def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32():
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32(use_moe):
     shape = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70}  # a block of 64, and 6
     results = []
     tokens = torch.randint(0, 50, (2, shape["max_seq_len"] + 1))
     for fast in (False, True):
         torch.manual_seed(0)
-        model = Transformer(LMConfig(**shape, n_layers=2, vocab_size=50, use_flash_attn=fast))
+        model = Transformer(
+            LMConfig(**shape, use_moe=use_moe, n_layers=2, vocab_size=50, use_flash_attn=fast)
+        )
         names = list(model.state_dict())
         if fast:
             compile_blocks(model)

@@ -20,6 +20,7 @@ SHAPES = [
     {"head_dim": 24, "rope_scaling": SCALING},
     {"tie_embeddings": False},
     {"use_flash_attn": False, "dropout": 0.5},
+    {"use_moe": True, "num_experts_per_tok": 2, "n_shared_experts": 1},
 ]
 
 

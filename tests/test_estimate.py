@@ -78,6 +78,12 @@ def test_muon_and_adapters_need_less_memory_and_a_teacher_needs_more():
     matrices = 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 192 * 64)
     assert estimate(DDP, plain).held - estimate(DDP, muon).held == 4 * matrices
     assert [k.name for k in engines(64) if k.takes_muon] == ["DDP", "ZeRO-1", "ZeRO-2"]
+    experts = {"use_moe": True, "n_routed_experts": 8}
+    muon, plain_moe = (
+        workload(device=CPU, shape=experts, optimizer=name) for name in ("muon", "adamw")
+    )
+    matrices += 2 * (7 * 3 * 192 * 64 + 8 * 64)  # seven more experts, and the router
+    assert estimate(DDP, plain_moe).held - estimate(DDP, muon).held == 4 * matrices
     lora = workload(device=CPU, lora=LoRA(4, 8.0, "layers", True))
     assert estimate(DDP, lora).held == 2 * plain.total + 16 * lora.trained
     zero3 = kind_of({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})

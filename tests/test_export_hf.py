@@ -74,6 +74,7 @@ def logits_of(folder: Path) -> torch.Tensor:
         ("float32", {"tie_embeddings": True, "n_kv_heads": 1, "rope_theta": 1e4}),
         ("bfloat16", {"tie_embeddings": True}),
         ("float16", {"tie_embeddings": False}),
+        ("float32", {"tie_embeddings": True, "use_moe": True, "moe_hidden_dim": 24}),
     ],
 )
 def test_transformers_computes_equal_logits(packed, tmp_path, dtype, changes):

@@ -80,15 +80,46 @@ def edited(folder: Path, copy: Path, **values) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
-def test_an_exported_model_is_imported_bit_for_bit(packed, tmp_path, tie_embeddings):
-    weights = write_weights(tmp_path / "w", packed, tie_embeddings=tie_embeddings)
+EXPERTS = {"use_moe": True, "num_experts_per_tok": 2, "moe_hidden_dim": 24}
+EXPERTS |= {"norm_topk_prob": True}
+
+
+@pytest.mark.parametrize("changes", [{"tie_embeddings": True}, {"tie_embeddings": False}, EXPERTS])
+def test_an_exported_model_is_imported_bit_for_bit(packed, tmp_path, changes):
+    weights = write_weights(tmp_path / "w", packed, **changes)
     export_hf.main([str(weights), str(tmp_path / "hf")])
     import_weights.main([str(tmp_path / "hf"), str(tmp_path / "back")])
     assert_same_weights(tmp_path / "back", weights)
     back, trained = load_trained(str(tmp_path / "back")), load_trained(str(weights))
     assert back.model.config == trained.model.config
     assert Path(back.tokenizer.path).read_bytes() == Path(trained.tokenizer.path).read_bytes()
+
+
+def test_minimind_s_experts_are_imported_and_shared_experts_are_not_exported(
+    packed, tmp_path, refusal
+):
+    source = write_weights(tmp_path / "w", packed, **EXPERTS)
+    export_hf.main([str(source), str(tmp_path / "hf")])
+    said = {"model_type": "minimind", "use_moe": True, "n_routed_experts": 3, "num_experts": None}
+    said |= {"n_shared_experts": 1, "moe_intermediate_size": None, "intermediate_size": 24}
+    folder = edited(tmp_path / "hf", tmp_path / "minimind", **said)
+    tensors = load_file(folder / "model.safetensors")
+    for name in list(tensors):
+        if ".mlp.gate." in name:
+            tensors[name] = tensors[name][:3].clone()
+        tensors[name.replace(".experts.3.", ".shared_experts.0.")] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors")
+    import_weights.main([str(folder), str(tmp_path / "out")])
+    theirs, ours = (load_portable(tmp_path / name) for name in ("w", "out"))
+    assert ours.config.num_experts_per_tok == 2
+    assert (ours.config.n_shared_experts, ours.config.norm_topk_prob) == (1, True)
+    first, second = (model.layers[0].feed_forward for model in (theirs, ours))
+    assert torch.equal(first.w2, second.w2)
+    assert torch.equal(first.router[:3], second.router)
+    assert "shared experts" in refusal(export_hf, tmp_path / "out", tmp_path / "b")
+    edited(folder, tmp_path / "sigmoid", scoring_func="sigmoid")
+    line = refusal(import_weights, tmp_path / "sigmoid", tmp_path / "c")
+    assert "scoring_func is 'sigmoid'" in line
 
 
 def test_a_llama_of_transformers_gives_equal_logits_here(llama, tmp_path, capsys):
@@ -139,7 +170,7 @@ def test_sharded_weights_are_read(llama, tmp_path, refusal):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"model_type": "mistral"}, "model_type is 'mistral', only 'llama'"),
+        ({"model_type": "mistral"}, "model_type is 'mistral', only llama"),
         ({"attention_bias": True}, "attention_bias is True"),
         # transformers prefers rope_scaling to rope_parameters
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),

@@ -52,6 +52,17 @@ def test_layers_are_chosen_by_a_part_of_their_names(module_name, expected):
     assert {f"{name}.weight" for name in expected} <= names.keys()
 
 
+def test_with_experts_only_attention_is_adapted_and_experts_are_frozen():
+    with torch.device("meta"):
+        model = Transformer(LMConfig(dim=32, n_layers=2, n_heads=4, use_moe=True))
+        add_lora(model, dim=2, alpha=4.0, only_lora=False)
+    adapters = {name for name, _ in model.named_parameters() if name.endswith(".lora_a")}
+    assert {name.split(".")[2] for name in adapters} == {"attention"}
+    assert len(adapters) == 2 * 4
+    for name, parameter in model.named_parameters():
+        assert "feed_forward" not in name or not parameter.requires_grad
+
+
 def test_only_trained_weights_have_gradients():
     for only_lora in (True, False):
         model = adapted(only_lora)

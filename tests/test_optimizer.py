@@ -32,7 +32,7 @@ from training.optimizer import (
 ARGS = TrainingArguments(learning_rate=3e-4, weight_decay=0.2, beta1=0.8, beta2=0.9)
 MUON = dataclasses.replace(ARGS, optimizer="muon", muon_learning_rate=0.03, muon_momentum=0.7)
 PEAK = 4e-4
-SHAPES = [(16, 16), (32, 16), (16, 32), (16, 16), (8, 32), (32, 16)]
+SHAPES = [(16, 16), (32, 16), (16, 32), (16, 16), (8, 32), (3, 16, 8), (32, 16)]
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 SCHEDULES = ["cosine", "linear", "constant", "wsd"]
 
@@ -218,12 +218,13 @@ def test_muon_in_fp32_equals_its_formula(monkeypatch, at_once):
         for p, momentum, gradient in zip(by_hand, momenta, gradients(step), strict=True):
             momentum += (1 - MOMENTUM) * (gradient.double() - momentum)
             update = (1 - MOMENTUM) * gradient.double() + MOMENTUM * momentum
-            u, sigma, v = torch.linalg.svd(update / update.norm(), full_matrices=False)
+            norms = update.norm(dim=(-2, -1), keepdim=True)  # the first dimension counts experts
+            u, sigma, v = torch.linalg.svd(update / norms, full_matrices=False)
             for a, b, c in NEWTON_SCHULZ:
                 sigma = a * sigma + b * sigma**3 + c * sigma**5
-            scale = max(1, p.shape[0] / p.shape[1]) ** 0.5
+            scale = max(1, p.shape[-2] / p.shape[-1]) ** 0.5
             p *= 1 - LR * DECAY
-            p -= LR * scale * (u * sigma) @ v
+            p -= LR * scale * (u * sigma[..., None, :]) @ v
     assert largest_difference(mine, by_hand) < 1e-6
 
 

@@ -49,7 +49,9 @@ class Calls(TorchDispatchMode):
 
 
 @WAYS
-@pytest.mark.parametrize("settings", [{}, {"use_flash_attn": False}, {"dropout": 0.3}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_flash_attn": False}, {"dropout": 0.3, "use_moe": True}]
+)
 def test_recomputation_changes_no_bit_of_losses_gradients_and_random_numbers(what, settings):
     assert_same_bits(what, **settings)
     with torch.autocast("cpu", torch.bfloat16):

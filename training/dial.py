@@ -161,7 +161,7 @@ class Dial:
         models = map(self.candidate, fitting_shapes(typed, shapes))
         models = sorted(models, key=lambda model: model.parameters)
         if teacher:
-            most = STUDENT_SHARE * teacher.shapes.num_parameters()
+            most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)
             models = [model for model in models if model.parameters <= most] or models[:1]
         return models
 
@@ -170,7 +170,9 @@ class Dial:
         data, args = self.prepared.train_set, self.prepared.args
         config = self.prepared.config
         if settings:
-            derived = {name: self.typed.get(name) for name in ("head_dim", "hidden_dim")}
+            derived = {
+                name: self.typed.get(name) for name in ("head_dim", "hidden_dim", "moe_hidden_dim")
+            }
             config = replace(config, **derived | settings)
         shapes = shapes_of(config, args)
         length = config.max_seq_len if data.lengths is None else data.tokens_per_sample
@@ -185,8 +187,8 @@ class Dial:
                 rows = 1 << (rows.bit_length() - 1)
         rows = self.typed.get("batch_size", rows)
         settings = settings or {"n_layers": config.n_layers, "dim": config.dim}
-        flops = shapes.flops_per_token(length)
-        return recipe.Candidate(settings, shapes.num_parameters(), flops, length, rows)
+        flops, parameters = shapes.flops_per_token(length), shapes.num_parameters(active=True)
+        return recipe.Candidate(settings, parameters, flops, length, rows)
 
     def seconds(self, compiled: bool, model: recipe.Candidate) -> float:
         """Measure the seconds of a step with one micro-batch, or assume them if one process cannot

@@ -106,10 +106,11 @@ class TrainingLog:
     flops_per_token: float  # model FLOPs: forward and backward, and a teacher's forward
     total_steps: int  # of the whole run
     first_step: int  # 1, or the first step after a resume
+    logged: tuple[str, ...] = ()  # names of averages that are logged after the loss
     name: str = ""  # printed before every line, if several runs are trained side by side
 
     def __post_init__(self):
-        self.meter = LossMeter(self.accelerator, self.args.logged)
+        self.meter = LossMeter(self.accelerator, self.logged)
         self.clock = StepClock()
         precision = matrix_precision(self.accelerator.mixed_precision)
         self._peak = peak_flops(device_name(self.accelerator.device), precision)

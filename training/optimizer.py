@@ -96,8 +96,9 @@ def parameter_groups(
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the blocks' trained matrices. A and B of a LoRA adapter are separate matrices."""
-    return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
+    """Return the blocks' trained matrices. A and B of a LoRA adapter are separate matrices. The
+    matrices of a block's experts are one parameter, (experts, rows, cols)."""
+    return [p for p in model.layers.parameters() if p.requires_grad and p.dim() > 1]
 
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
@@ -190,18 +191,18 @@ class Muon(torch.optim.AdamW):
                 update.weights.add_(direction, alpha=-group["lr"] * scale)
 
     def _updates(self, p: Tensor) -> Iterator[Update]:
-        """Yield the Update of p if p is a matrix, or of each matrix in p if p is flat (ZeRO)."""
+        """Yield an Update of each matrix in p. Under ZeRO p is flat."""
         weights = p.view(-1)
         if p not in self.layout:
-            yield Update(p.grad, weights, slice(None))
+            yield from _updates_of(p.grad, weights, 0)
             return
         parts = self.layout[p].parts
         gathered = iter(self._gather([part for part in parts if part.split], p.grad))
         for part in parts:
             momentum = next(gathered) if part.split else p.grad[part.in_partition]
             if part.numel:  # this process updates some of the parameter's weights
-                matrix = momentum.view_as(part.parameter)
-                yield Update(matrix, weights[part.in_partition], part.in_parameter)
+                whole = momentum.view_as(part.parameter)
+                yield from _updates_of(whole, weights[part.in_partition], part.in_parameter.start)
 
     def _gather(self, parts: list[Part], momentum: Tensor) -> Sequence[Tensor]:
         """Return whole flat momenta of matrices that are split between processes."""
@@ -214,6 +215,18 @@ class Muon(torch.optim.AdamW):
             matrix[part.in_parameter] = momentum[part.in_partition]
         torch.distributed.all_reduce(whole)  # exact: each element is nonzero on at most one process
         return matrices
+
+
+def _updates_of(momentum: Tensor, weights: Tensor, start: int) -> Iterator[Update]:
+    """Yield the Update of each matrix of `momentum`, (rows, cols) or (experts, rows, cols).
+    `weights` is flat and begins at element `start` of the flattened parameter."""
+    for index, matrix in enumerate(momentum.view(-1, *momentum.shape[-2:])):
+        first = index * matrix.numel()
+        here = max(first, start)
+        stop = min(first + matrix.numel(), start + weights.numel())
+        if here < stop:
+            inside = slice(here - first, stop - first)
+            yield Update(matrix, weights[here - start : stop - start], inside)
 
 
 def _batches(updates: list[Update]) -> Iterator[list[Update]]:

@@ -145,10 +145,11 @@ def prepare(
 def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
     """Return the model settings of the weights (if any), updated by the typed settings. Raises
     UsageError if a typed setting contradicts the weights, ConfigError if the shape is invalid."""
-    theirs = source.config().shape() if source else {}
+    config = source and source.config()
+    theirs = config.shape() if config else {}
     for name, value in typed.items():
-        if source and name not in MAY_DIFFER and value != theirs[name]:
-            shape = f"{source.path} has {theirs[name]}"
+        if config and name not in MAY_DIFFER and value != getattr(config, name):
+            shape = f"{source.path} has {getattr(config, name)}"
             raise UsageError(f"--{name} {value}: leave it out, {shape}")
     LMConfig(**theirs | typed)
     return theirs | typed

@@ -61,7 +61,7 @@ class Candidate:
     """A model that a run may train."""
 
     settings: dict[str, Any]  # flags of the model
-    parameters: int
+    parameters: int  # that compute a token
     flops: float  # model FLOPs per token
     length: float  # mean tokens per sequence
     rows: int  # sequences per process in one micro-batch

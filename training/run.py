@@ -13,6 +13,7 @@ from common.errors import UsageError
 from data.dataset import TokenStream, endless_batches
 from data.order import LengthSampler, MicroBatchSampler
 from model import IGNORE_INDEX
+from model.experts import ROUTING, load_balance
 from training.arguments import TrainingArguments
 from training.build import BuiltModel
 from training.checkpointing import Checkpointer, load_checkpoint
@@ -104,6 +105,7 @@ class Run:
             flops_per_token=prepared.flops_per_token,
             total_steps=self.total_steps,
             first_step=self.first_step,
+            logged=(*args.logged, *(ROUTING if prepared.config.use_moe else ())),
             name=self.name,
         )
         if start.checkpoint:
@@ -147,13 +149,23 @@ class Run:
         with self.accelerator.accumulate(self.model):
             yield
 
-    def backward(self, loss: Tensor, batch: MicroBatch, **parts: Tensor) -> None:
+    def backward(
+        self, loss: Tensor, batch: MicroBatch, routing: Tensor | None = None, **parts: Tensor
+    ) -> None:
         """Run the backward pass of a micro-batch and record its loss for the log. `loss` is the
-        mean over the targets that count; Accelerate divides it by --accumulation_steps. `parts`
-        are detached means that are logged too."""
+        mean over the targets that count; Accelerate divides it by --accumulation_steps. `routing`
+        of a model with experts adds the balancing loss to the gradient, but not to the logged loss.
+        `parts` are detached means that are logged too."""
         self.profiler.phase("backward")
+        trained = loss
+        if routing is not None:
+            config = self.prepared.config
+            counts = batch.targets != IGNORE_INDEX
+            balance = load_balance(routing, counts, config.num_experts_per_tok)
+            trained = loss + config.router_aux_loss * balance["balancing_loss"]
+            parts |= {name: value.detach() for name, value in balance.items()}
         # The mean over zero targets is NaN; its gradient must be zero.
-        weighted = loss * batch.weight if batch.n_targets else loss.nan_to_num() * 0
+        weighted = trained * batch.weight if batch.n_targets else trained.nan_to_num() * 0
         # Accelerate would call DeepSpeed's `step`, which must follow the reduction.
         backward = (self.model if self.engine.coalesces else self.accelerator).backward
         backward(weighted)

@@ -184,7 +184,8 @@ def start_block(run: Run) -> str:
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
     optimizer = "AdamW"
     if args.optimizer == "muon":
-        matrices = f"Muon on {len(muon_matrices(prepared.shapes))} matrices at learning rate"
+        n_matrices = sum(p.shape[:-2].numel() for p in muon_matrices(prepared.shapes))
+        matrices = f"Muon on {n_matrices} matrices at learning rate"
         optimizer = f"{matrices} {args.muon_learning_rate:g}, AdamW on the rest"
     precision = matrix_precision(run.accelerator.mixed_precision)
     if engine.kind.stage and not engine.kind.fp32_sums and args.dtype != "float32":
@@ -211,7 +212,8 @@ def start_block(run: Run) -> str:
         "parameters": _parameters(prepared.shapes),
         "adapters": lora
         and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
-        f"{prepared.n_trained:,} parameters are trained",
+        f"{prepared.n_trained:,} parameters are trained"
+        + (", no experts" if prepared.config.use_moe else ""),
         "optimizer": optimizer,
         "data": f"{args.data}: {read}",
         "global batch": f"{batch:,} sequences = {batch * data.tokens_per_sample:,.0f} tokens per "
@@ -241,8 +243,11 @@ def without_engine(kind: Kind, work: Workload) -> str:
 def _parameters(shapes: Transformer) -> str:
     """Describe a model: the number of parameters and its shape."""
     config = shapes.config
+    total = f"{shapes.num_parameters() / 1e6:.2f} million"
+    if config.use_moe:
+        total += f", {shapes.num_parameters(active=True) / 1e6:.2f} million per token"
     return (
-        f"{shapes.num_parameters() / 1e6:.2f} million (dim {config.dim}, "
+        f"{total} (dim {config.dim}, "
         f"{counted(config.n_layers, 'layers')}, {counted(config.n_heads, 'heads')}, "
         f"{counted(config.n_kv_heads, 'kv heads')}, vocabulary {config.vocab_size:,})"
     )

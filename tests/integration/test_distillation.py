@@ -17,6 +17,7 @@ from data.order import LengthSampler, MicroBatchSampler
 from data.tokenizer import copy_tokenizer
 from formats.portable import load_portable, save_portable
 from model import IGNORE_INDEX, LMConfig, Transformer
+from model.experts import load_balance
 from storage.weights import load_trained
 from training.arguments import TrainingArguments
 from training.optimizer import parameter_groups
@@ -48,6 +49,16 @@ def teacher(packed, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def teacher_of(packed, teacher, tmp_path_factory):
+    """Returns the teacher of a pair in PAIRS: the usual one, or a model with experts."""
+    torch.manual_seed(3)
+    model = Transformer(LMConfig(**SHAPE, vocab_size=400, use_moe=True, num_experts_per_tok=2))
+    model.tok_embeddings.weight.data.mul_(10)
+    experts = save(tmp_path_factory.mktemp("experts") / "weights", model, packed)
+    return lambda name: experts if PAIRS[name][-1] == "experts" else teacher
+
+
+@pytest.fixture(scope="module")
 def conversations(packed, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     rows = ({"prompt": f"{i} + 1 =", "response": str(i + 1) * (i % 4 + 1)} for i in range(120))
@@ -63,10 +74,11 @@ def by_hand(
     data: PackedDataset | ConversationSet,
     teacher: Transformer,
     kl: str = "forward",
+    use_moe: bool = False,
 ) -> list[dict]:
     """Train by plain PyTorch in one process, with whole global batches; return the log rows."""
     torch.manual_seed(TrainingArguments.seed)
-    student = Transformer(LMConfig(**SHAPE, vocab_size=data.vocab_size))
+    student = Transformer(LMConfig(**SHAPE, vocab_size=data.vocab_size, use_moe=use_moe))
     groups = parameter_groups(student, TrainingArguments.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     place = {"rank": 0, "world_size": 1, "seed": TrainingArguments.seed, "start": 0}
@@ -79,7 +91,8 @@ def by_hand(
     for _, samples in zip(range(STEPS), batches, strict=False):
         tokens, targets = collate([data[i] for i in samples])
         counts = targets != IGNORE_INDEX
-        ours, wanted = student(tokens).logits[counts], targets[counts]  # (targets, vocab_size)
+        out = student(tokens)
+        ours, wanted = out.logits[counts], targets[counts]  # (targets, vocab_size)
         with torch.no_grad():
             theirs = teacher(tokens).logits[counts]
         p, q = (F.softmax(x / TEMPERATURE, -1) for x in (theirs, ours))
@@ -89,7 +102,10 @@ def by_hand(
         hard = F.cross_entropy(ours, wanted)
         agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
         loss = ALPHA * hard + (1 - ALPHA) * soft
-        loss.backward()
+        balance = 0.0
+        if use_moe:
+            balance = 0.1 * load_balance(out.routing, counts, 1)["balancing_loss"]
+        (loss + balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(student.parameters(), TrainingArguments.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -106,12 +122,13 @@ PAIRS = {
     "DDP and ZeRO-3, reverse": ("ddp", "divided", 2, 2, "reverse"),
     "ZeRO-2 and a whole teacher": ("zero2", None, 4, 1, ""),
     "ZeRO-3 twice": ("configs/zero3.yaml", "divided", 4, 1, ""),
+    "ZeRO-2 and ZeRO-3, both with experts": ("zero2", "divided", 2, 2, "experts"),
 }
 IN_BF16 = "--dtype bfloat16 --dropout 0.1 --log_interval 4 --save_interval 3 --max_steps 6"
 
 
 @pytest.fixture(scope="module")
-def distil(packed, conversations, teacher, tmp_path_factory):
+def distil(packed, conversations, teacher_of, tmp_path_factory):
     """Trains a pair of PAIRS on two processes, by default in a new folder."""
     folder = tmp_path_factory.mktemp("pairs")
     file = json.loads((REPOSITORY / "configs" / "zero3_inference.json").read_text())
@@ -122,10 +139,10 @@ def distil(packed, conversations, teacher, tmp_path_factory):
 
     def distil(name: str, path: Path | None = None, more: str = "") -> Trained:
         student, config, batch_size, accumulation, what = PAIRS[name]
-        flags = f"{FLAGS} --teacher {teacher} --batch_size {batch_size} {more}"
+        flags = f"{FLAGS} --teacher {teacher_of(name)} --batch_size {batch_size} {more}"
         flags += f" --accumulation_steps {accumulation}"
         flags += f" --teacher_config {folder / config}.json" if config else ""
-        flags += " --kl reverse" if what == "reverse" else ""
+        flags += {"reverse": " --kl reverse", "experts": " --use_moe"}.get(what, "")
         data = conversations if what == "answers" else packed
         command = [*launch_command(student, 2)[:-1], DISTIL]
         return train(command, 2, data, path or folder / name, flags)
@@ -134,7 +151,7 @@ def distil(packed, conversations, teacher, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(packed, conversations, teacher) -> dict[str, list[dict]]:
+def expected(packed, conversations, teacher, teacher_of) -> dict[str, list[dict]]:
     model, seq_len = load_portable(teacher), SHAPE["max_seq_len"]
     text = PackedDataset(packed, "train", seq_len)
     answers = ConversationSet(conversations, "train", seq_len)
@@ -142,6 +159,7 @@ def expected(packed, conversations, teacher) -> dict[str, list[dict]]:
         "": by_hand(text, model),
         "reverse": by_hand(text, model, "reverse"),
         "answers": by_hand(answers, model),
+        "experts": by_hand(text, load_portable(teacher_of([*PAIRS][-1])), use_moe=True),
     }
 
 
@@ -152,11 +170,11 @@ def assert_the_same(run: Trained, expected: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_losses_equal_those_of_a_plain_loop(distil, teacher, expected, name):
+def test_losses_equal_those_of_a_plain_loop(distil, teacher_of, expected, name):
     run = distil(name)
     assert_the_same(run, expected[PAIRS[name][-1]])
     held = re.search(r"teacher: .*?([\d.]+) MB of weights per process", run.out)[1]
-    size = sum(4 * p.numel() for p in load_portable(teacher).parameters())
+    size = sum(4 * p.numel() for p in load_portable(teacher_of(name)).parameters())
     assert float(held) == pytest.approx(size / 1e6 / (2 if PAIRS[name][1] else 1), abs=0.051)
 
 

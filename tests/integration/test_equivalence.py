@@ -18,7 +18,7 @@ from model import IGNORE_INDEX, LMConfig, Transformer
 
 pytestmark = pytest.mark.slow
 
-STEPS, GLOBAL_BATCH, SEQ_LEN, SEED = 6, 24, 32, 7
+STEPS, GLOBAL_BATCH, SEQ_LEN, SEED = 10, 24, 32, 7
 PEAK, MUON_PEAK, WARMUP = 1e-3, 0.02, 2
 CLIPPED = 0.1
 TOLERANCE = 1e-4
@@ -40,7 +40,8 @@ PLAIN, ACCUMULATED, DDP, ZERO_1, ZERO_2 = (
 )
 
 
-HOW, DATASETS = ("clipped", "muon", "masked"), {"masked": MaskedDataset}
+HOW, DATASETS = ("clipped", "muon", "masked", "experts"), {"masked": MaskedDataset}
+EXPERTS = {"use_moe": True, "n_routed_experts": 64}  # more than a micro-batch can keep busy
 
 
 class Reference(NamedTuple):
@@ -71,12 +72,17 @@ def plain_pytorch(data: Path, how: str) -> Reference:
     torch.manual_seed(SEED)
     model = Transformer(
         LMConfig(
-            dim=32, n_layers=2, n_heads=4, max_seq_len=SEQ_LEN, vocab_size=train_set.vocab_size
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            max_seq_len=SEQ_LEN,
+            vocab_size=train_set.vocab_size,
+            **EXPERTS if how == "experts" else {},
         )
     )
     blocks = [p for p in model.layers.parameters() if p.dim() == 2] if how == "muon" else []
     momenta = {p: torch.zeros_like(p) for p in blocks}
-    matrices = [p for p in model.parameters() if p.dim() == 2 and p not in momenta]
+    matrices = [p for p in model.parameters() if p.dim() > 1 and p not in momenta]
     scales = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}],
@@ -89,8 +95,13 @@ def plain_pytorch(data: Path, how: str) -> Reference:
         rate = step / WARMUP if step < WARMUP else 0.1 + 0.9 * wave
         samples = [train_set[i] for i in next(batches)]
         tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
-        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
+        out = model(tokens)
+        loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+        balance = 0.0
+        if how == "experts":
+            shares = F.one_hot(out.routing.argmax(-1), 64).float().mean(dim=2)
+            balance = 0.1 * 64 * (shares * out.routing.mean(dim=2)).sum(-1).mean()
+        (loss + balance).backward()
         norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
         for p in model.parameters():
             p.grad *= CLIPPED / norm
@@ -129,6 +140,8 @@ def start(how: str, name: str, packed: Path, path: Path, more: str = "") -> Trai
     )
     if how == "muon":
         flags += f" --optimizer muon --muon_learning_rate {MUON_PEAK}"
+    if how == "experts":
+        flags += f" --use_moe --n_routed_experts {EXPERTS['n_routed_experts']}"
     if how == "masked":
         program = ["-m", "tests.integration.masked_pretraining"]
         engine = [*launch_command(engine, processes)[:-1], *program]
@@ -172,6 +185,7 @@ def assert_same_end(run: Trained, reference: Reference) -> None:
         *(("clipped", name) for name in (ZERO_1, "ZeRO-3 2 x 12")),
         *(("muon", PLAIN), ("muon", ZERO_2)),
         *(("muon", DDP), ("masked", ACCUMULATED), ("masked", ZERO_2)),
+        *(("experts", name) for name in (ACCUMULATED, DDP, ZERO_1, ZERO_2, "ZeRO-3 2 x 12")),
     ],
 )
 def test_every_engine_trains_as_plain_pytorch_does(how, name, runs, by_hand):
@@ -180,6 +194,18 @@ def test_every_engine_trains_as_plain_pytorch_does(how, name, runs, by_hand):
     assert run.column("loss") == pytest.approx(reference.losses, abs=tolerance)
     assert run.column("grad_norm") == pytest.approx(reference.grad_norms, abs=tolerance)
     assert_same_end(run, reference)
+
+
+def test_experts_that_get_no_token_in_any_step_are_only_decayed(runs, by_hand):
+    run = runs("experts", DDP)
+    assert run.column("idlest_expert") == [0.0] * STEPS
+    assert all(1 < value < 64 for value in run.column("balancing_loss"))
+    moments = run.tensors("optimizer")["layers.0.feed_forward.w1.exp_avg_sq"]
+    busy = moments.flatten(1).any(dim=1)
+    assert 0 < busy.sum() < 64
+    weights = run.tensors()["layers.0.feed_forward.w1"]
+    reference = by_hand["experts"].weights["layers.0.feed_forward.w1"]
+    torch.testing.assert_close(weights[~busy], reference[~busy], atol=1e-7, rtol=0)
 
 
 def test_zero_2_reduces_each_gradient_once_per_step(runs, packed, tmp_path):
@@ -233,7 +259,7 @@ def test_validation_is_the_mean_over_all_targets_on_every_engine(how, dataset, r
 def test_a_run_resumes_with_another_engine_and_number_of_processes(
     how, before, after, runs, by_hand, packed, tmp_path
 ):
-    path = runs(how, before).stopped_after(3, tmp_path / "stopped")
+    path = runs(how, before).stopped_after(6, tmp_path / "stopped")
     resumed = start(how, after, packed, path, f" --resume {path}")
     assert resumed.column("loss") == pytest.approx(by_hand[how].losses, abs=TOLERANCE)
     assert_same_end(resumed, by_hand[how])
@@ -243,14 +269,14 @@ def test_a_run_resumes_with_another_engine_and_number_of_processes(
     ("how", "name", "what"),
     [
         *(("clipped", PLAIN, "selective"), ("clipped", "ZeRO-3 2 x 12", "blocks")),
-        ("muon", ZERO_2, "blocks"),
+        *(("muon", ZERO_2, "blocks"), ("experts", ZERO_2, "blocks")),
     ],
 )
 def test_a_run_resumed_with_recomputation_is_equal_to_the_bit(
     how, name, what, runs, packed, tmp_path
 ):
     whole = runs(how, name)
-    path = whole.stopped_after(3, tmp_path / "stopped")
+    path = whole.stopped_after(6, tmp_path / "stopped")
     more = f" --gradient_checkpointing {what} --resume {path}"
     resumed = start(how, name, packed, path, more)
     assert ("optimizer: Muon on 14 matrices at learning rate" in resumed.out) == (how == "muon")

@@ -174,6 +174,21 @@ def test_a_large_vocabulary_has_the_loss_and_gradients_of_the_cpu(monkeypatch):
         torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-5)
 
 
+def test_experts_in_bf16_give_the_output_and_gradients_of_fp32_also_without_tokens():
+    torch.manual_seed(0)
+    shape = {"dim": 64, "n_heads": 2, "vocab_size": 50, "moe_hidden_dim": 96, "use_moe": True}
+    block = Transformer(LMConfig(**shape, n_layers=1, num_experts_per_tok=2)).cuda().layers[0]
+    experts, x = block.feed_forward, torch.randn(2, 100, 64, device="cuda").abs()
+    experts.router.data[3] = -1.0  # the last expert gets no token
+    inputs, results = [experts.w1, experts.w2, experts.w3, experts.router], []
+    for dtype in (torch.float32, torch.bfloat16):
+        out, _ = experts(x.bfloat16().to(dtype))
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    for reference, ours in zip(*results, strict=True):
+        assert (ours.float() - reference).norm() < 0.03 * reference.norm()
+    assert not any(gradient[3].any() for gradient in results[1][1:4])
+
+
 @pytest.mark.parametrize(("found_inf", "steps"), [(0.0, 2), (1.0, 1)])
 def test_fused_adamw_skips_a_step_whose_found_inf_is_set(found_inf, steps):
     weight = torch.nn.Parameter(torch.ones(9, device="cuda"))

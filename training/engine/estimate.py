@@ -161,7 +161,7 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     moments = 8 * t
     if work.args.optimizer == "muon":  # per matrix of a block Muon has one moment, AdamW two
         layers = work.shapes.layers.parameters()
-        moments -= 4 * sum(p.numel() for p in layers if p.requires_grad and p.dim() == 2)
+        moments -= 4 * sum(p.numel() for p in layers if p.requires_grad and p.dim() > 1)
     weights, gradients, optimizer = 4 * t + h * (n - t), 4 * t, moments
     if kind.stage:  # for the formulas see the docstring of this file
         weights = h * n * (share if kind.stage == 3 else 1)
@@ -226,7 +226,11 @@ def _activations(kind: Kind, work: Workload) -> float:
     norm = (2 * h if compiled else 8 + h) * config.dim  # input (fp32, scaled) and output
     n_keys = config.n_heads if keeps_scores else config.n_kv_heads
     attention = 2 * h * (config.n_heads + n_keys) * config.head_dim  # q, output, k, v
-    feed_forward = (3 if compiled else 4) * h * config.hidden_dim  # w1, w3 and their product
+    width, routed = config.hidden_dim, 0
+    if config.use_moe:  # each of a token's experts has its own copy of input and output
+        n_used = config.num_experts_per_tok + config.n_shared_experts
+        width, routed = n_used * config.moe_hidden_dim, 2 * h * n_used * config.dim
+    feed_forward = (3 if compiled else 4) * h * width + routed  # w1, w3 and their product
     scores = 0.0
     if keeps_scores:  # softmax in fp32, a copy in 16 bits, masks of dropout
         scores = config.n_heads * config.max_seq_len * (12 if config.dropout else 6)
@@ -249,7 +253,7 @@ def _activations(kind: Kind, work: Workload) -> float:
     if work.teacher:  # logits of both models, a gradient, and copies of a chunk
         logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
     squares = 20 * config.n_heads * config.max_seq_len if keeps_scores else 0  # five T × T in fp32
-    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim + squares)  # in one block
+    at_work = tokens * (3 * h * width + 16 * config.dim + squares)  # in one block
     if work.on_cpu:  # gradients of a block do not reuse the freed memory of the logits
         return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
     return tokens * kept + casts + max(logits, at_work)

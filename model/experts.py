@@ -1,0 +1,135 @@
+"""Mixture of experts: a router chooses a few of several feed-forward networks for each token.
+
+The tokens are sorted by expert. One grouped product then multiplies each expert's tokens by the
+expert's own matrix, and no token is dropped. The weights of all experts are one parameter per
+matrix, so every parameter always has a gradient: zeros for an expert that got no token.
+
+The router's probabilities are not divided by the sum over the chosen experts. With one expert per
+token this quotient would be 1, and the router would learn nothing from the loss of the tokens.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.config import LMConfig
+
+ROUTING = ("balancing_loss", "busiest_expert", "idlest_expert")  # names in the log
+
+
+class Experts(nn.Module):
+    """E routed experts, of which each token uses K, and S shared experts, which every token uses.
+
+    Each expert is a SwiGLU network of width moe_hidden_dim. The output is the sum of the outputs of
+    the token's experts, where a routed expert counts with its probability. All weights are direct
+    parameters, so that ZeRO-3 gathers them together.
+    Source: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961."""
+
+    def __init__(self, config: LMConfig):
+        super().__init__()
+        self.n_routed, self.n_shared = config.n_routed_experts, config.n_shared_experts
+        self.n_chosen = config.num_experts_per_tok
+        self.normalizes = config.norm_topk_prob
+        self.dropout = config.dropout
+        count, hidden_dim = self.n_routed + self.n_shared, config.moe_hidden_dim
+        self.router = nn.Parameter(torch.empty(self.n_routed, config.dim))
+        # In each parameter the shared experts are the last ones.
+        self.w1 = nn.Parameter(torch.empty(count, hidden_dim, config.dim))  # gate
+        self.w2 = nn.Parameter(torch.empty(count, config.dim, hidden_dim))  # output
+        self.w3 = nn.Parameter(torch.empty(count, hidden_dim, config.dim))  # value
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output, (B, T, dim), and the router's probabilities, fp32 (B, T, E)."""
+        probabilities = self.route(x)
+        weights, chosen = self.choose(probabilities)  # (B, T, K + S) each
+        order = chosen.flatten().argsort(stable=True)  # sorts the tokens' copies by expert
+        n_copies = chosen.shape[-1]
+        # Rows are only permuted. A sum of rows would have no fixed order on a GPU.
+        copies = x.unsqueeze(2).expand(-1, -1, n_copies, -1).flatten(0, 2)
+        rows = copies.index_select(0, order)  # (B · T · (K + S), dim)
+        experts = torch.arange(len(self.w1), device=x.device)
+        ends = torch.searchsorted(
+            chosen.flatten()[order], experts, right=True, out_int32=True
+        )  # the row behind the last row of each expert
+        gate, value = (grouped_product(rows, w.type_as(x), ends) for w in (self.w1, self.w3))
+        out = grouped_product(F.silu(gate) * value, self.w2.type_as(x), ends)
+        out = out.index_select(0, order.argsort()).view(*chosen.shape, -1)  # (B, T, K + S, dim)
+        out = (out * weights.unsqueeze(-1)).sum(dim=2).type_as(x)
+        if self.dropout:
+            out = F.dropout(out, self.dropout, self.training)
+        return out, probabilities
+
+    def route(self, x: Tensor) -> Tensor:
+        """Return the probability of each routed expert, computed in fp32, (B, T, E)."""
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), self.router.float()).softmax(dim=-1)
+
+    def choose(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers of each token's experts, (B, T, K + S) each."""
+        weights, chosen = probabilities.topk(self.n_chosen)
+        if self.normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        shared = torch.arange(self.n_shared, device=chosen.device) + self.n_routed
+        shared = shared.expand(*chosen.shape[:2], -1)
+        ones = torch.ones_like(shared, dtype=weights.dtype)
+        return torch.cat([weights, ones], dim=-1), torch.cat([chosen, shared], dim=-1)
+
+
+def load_balance(routing: Tensor, counts: Tensor, n_chosen: int) -> dict[str, Tensor]:
+    """Return the values of ROUTING for a micro-batch; see docs/architecture.md.
+
+    The balancing loss of a sequence and layer is E · Σ share · probability over the E experts:
+    the share of the sequence's choices, and the mean probability. It is 1 if the load is even.
+    It is computed per sequence, so that it does not depend on how a batch is divided.
+
+    Args:
+        routing: the router's probabilities in each layer, (n_layers, B, T, E).
+        counts: bool (B, T), True for the tokens that count in the loss."""
+    n_layers, *_, n_experts = routing.shape
+    counted = counts[..., None].to(routing.dtype)
+    chosen = torch.zeros_like(routing).scatter_(-1, routing.topk(n_chosen).indices, 1.0)
+    choices, sums = ((x * counted).sum(dim=2) for x in (chosen, routing))  # (n_layers, B, E)
+    n_tokens = counts.sum(dim=1)[:, None]  # (B, 1)
+    total = n_tokens.sum().clamp(min=1)
+    loss = (choices * sums / n_tokens.clamp(min=1)).sum() * n_experts / n_chosen
+    loss = loss / (n_layers * total)  # the mean over layers and tokens
+    load = choices.sum(dim=1) / (n_chosen * total)  # (n_layers, E), shares of the choices
+    return dict(zip(ROUTING, (loss, load.max(), load.min()), strict=True))
+
+
+@torch.library.custom_op("small_lm::grouped_product", mutates_args=())
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows of each group by the group's own matrix.
+
+    rows are (R, in), weight is (G, out, in), ends has the row behind each group, int32 (G,). It is
+    an operation of its own, because PyTorch cannot compile the grouped product in fp32."""
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+
+@torch.library.custom_op("small_lm::grouped_product_backward", mutates_args=())
+def _grouped_product_backward(
+    grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows and weight. `grad` is the gradient of the product."""
+    return F.grouped_mm(grad, weight, offs=ends), F.grouped_mm(grad.t(), rows, offs=ends)
+
+
+@grouped_product.register_fake
+def _(rows, weight, ends):
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@_grouped_product_backward.register_fake
+def _(grad, rows, weight, ends):
+    return torch.empty_like(rows), torch.empty_like(weight)
+
+
+def _save_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):
+    return *_grouped_product_backward(grad.contiguous(), *ctx.saved_tensors), None
+
+
+grouped_product.register_autograd(_backward, setup_context=_save_for_backward)
