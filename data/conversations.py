@@ -102,7 +102,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
 
 
 def text_of(content: object) -> object:
-    """Join a list of text parts, or return its first part of another type. Keep other content."""
+    """Join text parts. If a part is not text, return that part. Return a non-list unchanged."""
     with suppress(TypeError, KeyError):
         if isinstance(content, list):
             others = [part for part in content if part["type"] != "text"]
@@ -168,8 +168,9 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
 
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
-    """Yield one question about each public function, method and class. The answer is the signature
-    or the summary. A second question could stand in the other split and contain the answer."""
+    """Yield one question about each public function, method and class that has a short summary. The
+    answer is the signature or the summary. A second question about it could land in the other split
+    and reveal the answer."""
     seen = set()
     for path in files:
         relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")

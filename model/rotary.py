@@ -57,7 +57,7 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
     Returns:
         The rotated xq and xk with unchanged shapes and dtypes, computed in fp32.
 
-    Raises ValueError if pos_cis is not complex, or its shape does not fit xq."""
+    Raises ValueError if pos_cis is not complex, or its last dimensions do not fit xq."""
     if not pos_cis.is_complex():
         raise ValueError(f"pos_cis must be complex, not {pos_cis.dtype}: it must not be cast")
     if pos_cis.shape[-2:] != (xq.shape[1], xq.shape[-1] // 2):

@@ -55,7 +55,7 @@ class WeightsFolder:
 
     @classmethod
     def find(cls, name: str, foreign: bool = False) -> "WeightsFolder":
-        """Find the weights of a finished run, or the newest undamaged checkpoint of another run.
+        """Find the weights of a finished run, or an unfinished run's newest undamaged checkpoint.
 
         Args:
             name: a run, RUN@best, a checkpoint, a folder of weights, or 'auto'.
@@ -109,7 +109,7 @@ class WeightsFolder:
         return weights
 
     def sha256(self) -> str:
-        """Return a hash of shape and weights. The hash does not depend on the file format."""
+        """Return a hash of shape and weights. Safetensors and PyTorch files have the same hash."""
         weights = self.checked_tensors()
         digest = hashlib.sha256(json.dumps(self.config().shape(), sort_keys=True).encode())
         for name in sorted(weights):

@@ -117,7 +117,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         # The launcher may have set "auto", but Accelerate expects a number.
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
-            process_group.backend = "gloo"  # by default every rank would be rank 0 of 1
+            process_group.backend = "gloo"  # else each process is alone: rank 0 of 1
             skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # avoids a copy of gradients
