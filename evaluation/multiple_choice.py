@@ -39,8 +39,8 @@ def encode_choices(
     """Return (ids, number of context ids) for each choice.
 
     The ids are `<s> question delimiter choice`. If `delimiter` is None, they are a chat of two
-    turns. A token may contain the end of the question and the start of a choice. Therefore the
-    context is the longest beginning that the ids of the question alone and of all texts share.
+    turns. A token may contain the end of the question and the start of a choice. Without a chat the
+    context is therefore the longest common beginning of the ids of the question and of all choices.
     """
     if delimiter is None:
         chats = [[Turn(USER, text), Turn(ASSISTANT, choice)] for choice in choices]
@@ -78,8 +78,8 @@ def answers(units: list[tuple[tuple, np.ndarray]]) -> dict:
     """Return counts and the shares of correct answers.
 
     "acc" takes the choice with the highest log-likelihood, "acc_norm" the choice with the highest
-    log-likelihood per byte of UTF-8. Of equal choices, both take the first one. "chance" is
-    the expected share with random answers.
+    log-likelihood per byte of UTF-8. If choices have equal scores, the first one counts.
+    "chance" is the expected share with random answers.
     """
     rows = []  # one per question
     for (_, right, is_truncated), scores in units:

@@ -1,5 +1,6 @@
 """Read prompts from flags, from a file, and from the keyboard."""
 
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -37,6 +38,8 @@ def require_text(prompt: str) -> str:
 def converse(answer: Callable[[str], None]) -> None:
     """Call `answer` with each line of stdin until Ctrl-D. Ctrl-C only stops the current answer.
     Raises UsageError if a line is refused and stdin is not a terminal."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # else a bad byte fails before any answer
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             line = input("\n> " if sys.stdout.isatty() else "")

@@ -51,7 +51,7 @@ class WeightsFolder:
 
     path: Path  # portable weights, a checkpoint, or a Hugging Face folder
     tokenizer: Path  # the file may be missing
-    is_foreign: bool = False  # `path` is a Hugging Face folder with a Llama
+    is_foreign: bool = False  # `path` is a Hugging Face folder
 
     @classmethod
     def find(cls, name: str, foreign: bool = False) -> "WeightsFolder":

@@ -155,7 +155,8 @@ def test_the_program_answers_questions_from_a_pipe(
     answer = expected(model, tokenizer, turns("1 + 1")) + "\n"
     refused = {"": None, "\udcff": "not valid UTF-8", "1" * 999: "shorten the question"}
     for last, why in refused.items():
-        monkeypatch.setattr("sys.stdin", io.StringIO(f"1 + 1\n{last}\n"))
+        raw = io.BytesIO(f"1 + 1\n{last}\n".encode(errors="surrogateescape"))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(raw, "utf-8"))
         with pytest.raises(SystemExit, match="2") if why else nullcontext():
             main([str(tmp_path), *flags, BRIEF.content])
         out, err = capsys.readouterr()

@@ -66,7 +66,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
             parameter.data = parameter.data.to(getattr(torch, args.dtype))
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
-    # cuDNN would prepare a plan of attention for each length of conversations, in validation too.
+    # Off for conversations: cuDNN would prepare a new plan for each length, in validation too.
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if compilation.on:
         compile_blocks(model)

@@ -102,8 +102,8 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
-    """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` after that. If
-    DeepSpeed's file has an "optimizer", return a placeholder that holds the parameter groups."""
+    """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` after that. For
+    AdamW and a DeepSpeed file with an "optimizer", return a placeholder with the groups."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
     groups = parameter_groups(model, args.weight_decay, without=matrices)
