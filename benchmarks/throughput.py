@@ -23,7 +23,7 @@ import torch
 from benchmarks.cli import heading, names, new_parser, say, table
 from benchmarks.contenders import Contender, Team, TeamError, all_contenders, select
 from benchmarks.ours import synchronize
-from benchmarks.turns import Turn, record, table_rows
+from benchmarks.turns import NOTE, Turn, record, table_rows
 from benchmarks.work import DATA, SIZES, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
 from training.engine.device import peak_flops, use_all_cores
@@ -36,13 +36,6 @@ PRODUCTS = {
     "cpu": ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400)),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
 }
-NOTE = (
-    "Values are medians over turns; in brackets are the lowest and the highest turn. The value of "
-    "a turn is the median of its steps. Each contender takes turns with the first; ratios are "
-    "taken within a round. Model FLOPs are 6·N + 12·n_layers·n_heads·head_dim·seq_len per token. "
-    "Memory is the peak per process; on a CPU it includes libraries, which the expected memory "
-    "does not. The first step is timed from the start of the process."
-)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError):
         options = parse_options(argv)
         print(f"{heading(PROGRAM, argv)}\n\n{NOTE}\n", flush=True)
+        missing = []
         for size, work in options.works.items():
             with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
                 session = Session(size, work.on(options.data), options, Path(folder))
@@ -58,6 +52,9 @@ def main(argv: list[str] | None = None) -> None:
                 finally:  # after an error or Ctrl-C, print the rounds so far
                     session.close()
                     print(session.section(), flush=True)
+                missing += [f"{size}: {name}: {why}" for name, why in session.missing.items()]
+        if missing:
+            raise UsageError(f"not measured: {'; '.join(missing)}")
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
@@ -153,6 +150,7 @@ class Session:
 
     def _start(self, contender: Contender) -> None:
         """Start a contender and let it warm up."""
+        self._say(contender, "starts")
         (folder := self.folder / contender.name).mkdir()
         team = self._teams[contender] = Team(contender, self.work, folder)
         team.ask(0)  # answered after the first step

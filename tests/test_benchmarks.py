@@ -240,7 +240,7 @@ def test_a_row_that_was_cut_is_left_out(tmp_path):
 
 def test_the_report_compares_the_turns_of_a_part(tmp_path):
     rows = [("note", {"text": "an H100"})]
-    for part, speed in (("104m × 1", 100.0), ("switch 1", 50.0)):
+    for part, speed in (("104m × 1", 100.0), ("transformers", 50.0)):
         rows.append(("part", {"part": part, "result": "running", "seconds": 0, "note": ""}))
         rows += [("turn", vars(turn(who, 1, speed * n))) for n, who in ((1, "ours"), (2, "other"))]
     table = [line for line in gpu.report(rows).splitlines() if line.startswith("| 26m")]
