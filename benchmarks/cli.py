@@ -12,8 +12,6 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 from common.numbers import available_cores, counted
 from common.parser import OneLineParser
 
@@ -60,6 +58,8 @@ def heading(program: str, argv: list[str] | None) -> str:
     Args:
         argv: the flags; None takes them from sys.argv.
     """
+    import torch  # takes seconds, and benchmarks/gpu.py must start at once
+
     about = [
         str(date.today()),
         f"{cpu_name()}, {counted(available_cores(), 'cores')}",

@@ -37,10 +37,11 @@ ENGINES = {
     "zero1": "DeepSpeed ZeRO-1",
     "zero2": "DeepSpeed ZeRO-2",
 }
-VARIANTS = {  # variants of "ours" → flags of the training script
-    "blocks": ["--gradient_checkpointing", "blocks"],
-    "selective": ["--gradient_checkpointing", "selective"],
-    "muon": ["--optimizer", "muon"],
+VARIANTS = {  # variants of "ours" → (engine, flags of the training script)
+    "blocks": ("single", ["--gradient_checkpointing", "blocks"]),
+    "selective": ("single", ["--gradient_checkpointing", "selective"]),
+    "muon": ("single", ["--optimizer", "muon"]),
+    "uncoalesced": ("zero2", ["--no-coalesce_reduction"]),
 }
 ALLOCATOR = "allocator"  # variant of a peer: it keeps freed memory like the training script
 
@@ -70,7 +71,9 @@ class Contender:
 
     def flags(self) -> list[str]:
         """Return the flags of the training script that do not depend on the work."""
-        words = ["--compile", "on" if self.compiled else "off", *VARIANTS.get(self.variant, [])]
+        words = ["--compile", "on" if self.compiled else "off"]
+        if self.variant in VARIANTS:
+            words += VARIANTS[self.variant][1]
         if self.engine in FILES:
             words += ["--deepspeed", str(REPOSITORY / FILES[self.engine])]
         return words
@@ -88,7 +91,9 @@ def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
         found.append(Contender("ours", compiled))
         engines = ["ddp", "zero1", "zero2"] if processes > 1 else ["zero1", "zero2"]
         found += [Contender("ours", compiled, engine, processes) for engine in engines]
-        found += [Contender("ours", compiled, variant=variant) for variant in VARIANTS]
+        for name, (engine, _) in VARIANTS.items():
+            number = 1 if engine == "single" else processes
+            found.append(Contender("ours", compiled, engine, number, name))
     for family in PEERS:
         for compiled in (True, False):
             variants = [""] if has_gpu else ["", ALLOCATOR]
@@ -108,21 +113,11 @@ def select(contenders: list[Contender], text: str) -> list[Contender]:
     return [contender for contender in contenders if contender.words & words]
 
 
-def environments(
-    contender: Contender, folder: Path, fresh_compile: bool = False
-) -> list[dict[str, str]]:
-    """Return the environment variables of each rank's process.
-
-    Args:
-        folder: temporary folder of this contender, for compiled code.
-        fresh_compile: compile into this folder instead of the usual cache.
-    """
+def environments(contender: Contender) -> list[dict[str, str]]:
+    """Return the environment variables of each rank's process."""
     common = clean_environment()
     # A killed process leaves semaphores behind, and Python would warn about them.
     common["PYTHONWARNINGS"] = "ignore:resource_tracker"
-    if fresh_compile:
-        common["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
-        common["TRITON_CACHE_DIR"] = str(folder / "triton")
     if contender.engine == "single":
         return [common]
     with socket.socket() as probe:
@@ -139,7 +134,11 @@ def environments(
 
 
 class TeamError(Exception):
-    """A contender cannot go on; its log ends with the reason."""
+    """A contender cannot go on; the log of its team ends with the reason."""
+
+    def __init__(self, contender: Contender, reason: str):
+        super().__init__(reason)
+        self.contender = contender
 
 
 class Team:
@@ -149,16 +148,16 @@ class Team:
     parent then ends the processes, and the compilers and helpers that they have started.
 
     Args:
-        folder: temporary folder for logs and compiled code.
-        fresh_compile: see `environments`.
+        folder: temporary folder for logs.
     """
 
-    def __init__(self, contender: Contender, work: Work, folder: Path, fresh_compile: bool):
+    def __init__(self, contender: Contender, work: Work, folder: Path):
         self.started = time.monotonic()
+        self.contender = contender
         self.log = folder / "rank0.log"
         self._ranks: dict[Connection, multiprocessing.Process] = {}
         context = multiprocessing.get_context("spawn")
-        for rank, environment in enumerate(environments(contender, folder, fresh_compile)):
+        for rank, environment in enumerate(environments(contender)):
             ours, theirs = context.Pipe()
             log = folder / f"rank{rank}.log"
             process = context.Process(
@@ -169,15 +168,16 @@ class Team:
             theirs.close()
             self._ranks[ours] = process
 
-    def take(self, steps: int) -> list[dict]:
-        """Let all ranks take this number of steps; return their answers, see `take_steps`.
+    def ask(self, request: int | Path) -> list[dict]:
+        """Let all ranks take a number of steps, or trace one step into a folder; return their
+        answers: see `take_steps`, or the seconds of each phase of the step.
 
         Raises TeamError if a process failed or ended, after ending all other processes.
         """
         answers = {}
         for connection in self._ranks:
             with suppress(BrokenPipeError):  # the loop below reports that the process has ended
-                connection.send(steps)
+                connection.send(request)
         while unanswered := self._ranks.keys() - answers.keys():
             for connection in wait(unanswered):
                 try:
@@ -188,7 +188,7 @@ class Team:
                     answers[connection] = {"error": f"its process ended with exit code {code}"}
                 if "error" in answers[connection]:
                     self.close()
-                    raise TeamError(answers[connection]["error"])
+                    raise TeamError(self.contender, answers[connection]["error"])
         return [answers[connection] for connection in self._ranks]
 
     def last_lines(self) -> str:
@@ -208,7 +208,7 @@ class Team:
 
 
 def serve(connection: Connection, contender: Contender, work: Work, log: Path) -> None:
-    """Build the contender in this process and take steps until the parent closes the pipe."""
+    """Build the contender in this process and answer until the parent closes the pipe."""
     os.setsid()
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -216,7 +216,9 @@ def serve(connection: Connection, contender: Contender, work: Work, log: Path) -
     try:
         task = build(contender, work)
         while True:
-            connection.send(take_steps(task, connection.recv()))
+            request = connection.recv()
+            profiled = isinstance(request, Path)
+            connection.send(task.profile(request) if profiled else take_steps(task, request))
     except EOFError:
         pass
     except Exception as error:
@@ -245,7 +247,7 @@ def build(contender: Contender, work: Work):
 
 
 def take_steps(task, number: int) -> dict:
-    """Return the seconds of each step and the process's peak memory in bytes.
+    """Return the seconds of each step, and the process's measured and expected peak of memory.
 
     A GPU runs asynchronously. There, the time of each step is the mean over all steps.
     """
@@ -261,5 +263,9 @@ def take_steps(task, number: int) -> dict:
     if task.device.type == "cuda" and number:
         seconds = [(time.perf_counter() - clock[0]) / number] * number
     if number:
-        task.loss()  # our step checks its last gradient here
-    return {"seconds": seconds, "peak_bytes": peak_memory_bytes(task.device)}
+        task.loss()  # our step checks its gradients here
+    return {
+        "seconds": seconds,
+        "peak_bytes": peak_memory_bytes(task.device),
+        "expected_bytes": task.expected and task.expected.peak,
+    }

@@ -30,7 +30,7 @@ from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
 from training.engine.device import peak_memory_bytes
-from training.engine.estimate import DDP, FILES, GIB, estimate
+from training.engine.estimate import DDP, FILES, GIB
 from training.interruption import exit_rank
 
 PROGRAM = "benchmarks.engines"
@@ -180,16 +180,15 @@ def take_steps(out: Path, steps: int, flags: list[str]) -> None:
         losses.append(task.loss())
     wait_for_all()
     sent = loopback_bytes() - sent
-    expected = estimate(engine.kind, task.run.prepared.workload(engine.processes, device, False))
     on_cpu = device.type == "cpu"
     measured = {
         "engine": engine.name,
         "losses": losses,
         "seconds": statistics.median(seconds[WARMUP:]),
         "sent": sent / engine.processes / (steps - WARMUP),
-        "sent_expected": expected.sent,
+        "sent_expected": task.expected.sent,
         "peak": engine.largest(peak_memory_bytes(device)),
-        "peak_expected": expected.peak + (engine.largest(libraries) if on_cpu else 0),
+        "peak_expected": task.expected.peak + (engine.largest(libraries) if on_cpu else 0),
     }
     if engine.is_main:
         out.write_text(json.dumps(measured), encoding="utf-8")

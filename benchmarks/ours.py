@@ -5,17 +5,23 @@ import math
 import sys
 import tempfile
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common.errors import stop_in_order
 from training.arguments import parse_arguments
+from training.engine.estimate import estimate
 from training.run import Run
 from training.start import set_up
 
-# Report and save nothing. With this many steps, --compile auto decides to compile.
-QUIET = "--log_with none --warmup_steps 0 --max_steps 1000000 --save_interval 0 --save_minutes 0"
+LAST_STEP = 1_000_000  # so many that --compile auto decides to compile
+# Report and save nothing. Only the last step is profiled; only `OurStep.profile` takes it.
+QUIET = (
+    f"--log_with none --warmup_steps 0 --max_steps {LAST_STEP} --save_interval 0 --save_minutes 0 "
+    f"--profile --profile_interval {LAST_STEP}"
+)
 
 
 def start_run(flags: list[str]) -> Run:
@@ -41,31 +47,46 @@ class OurStep:
     """
 
     def __init__(self, flags: list[str]):
-        self.run = start_run(flags)
-        self.device, self.engine = self.run.accelerator.device, self.run.engine.name
+        self.run = run = start_run(flags)
+        self.device, self.engine = run.accelerator.device, run.engine.name
+        work = run.prepared.workload(run.engine.processes, self.device, run.built.compilation.on)
+        self.expected = estimate(run.engine.kind, work)
         self._steps = itertools.count(1)
         self._loss: Tensor | None = None
-        self._norm: float | Tensor = math.nan
+        self._norms: list[float | Tensor] = []  # of the gradients since the last call of `loss`
 
     def step(self) -> None:
+        """Take the next step. Only the engine may wait for the GPU."""
+        self._take(next(self._steps))
+
+    def profile(self, folder: Path) -> dict[str, float]:
+        """Take a step; write its trace into `folder`; return the seconds of each phase."""
+        self.run.profiler.folder = folder
+        self._take(LAST_STEP)
+        seconds, _ = self.run.profiler.end_step(LAST_STEP)
+        return seconds
+
+    def _take(self, number: int) -> None:
         run = self.run
-        run.begin(next(self._steps))
+        run.begin(number)
         for batch in run.micro_batches():
             with run.accumulate():
                 out = run.model(batch.tokens, batch.targets)
                 run.backward(out.loss, batch, out.routing)
         self._loss = out.loss.detach()
-        self._norm = run.clip_gradients()
+        self._norms.append(run.clip_gradients())
         run.optimizer.step()
         run.optimizer.zero_grad()
 
     def loss(self) -> float:
         """Return the loss of the last micro-batch, after waiting for the device.
 
-        Raises FloatingPointError if the last gradient was not finite, so that the step was skipped.
+        Raises FloatingPointError if a gradient since the last call was not finite: that step was
+        skipped, so its time says nothing.
         """
-        if not math.isfinite(self._norm):
-            raise FloatingPointError(f"the gradient's norm is {float(self._norm)}")
+        norms, self._norms = [float(norm) for norm in self._norms], []
+        if not all(map(math.isfinite, norms)):
+            raise FloatingPointError(f"the norms of the gradients are {norms}")
         return float(self._loss)
 
 

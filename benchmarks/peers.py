@@ -106,6 +106,7 @@ class PeerStep:
     """
 
     engine = "single process"
+    expected = None  # there is no estimate of its memory
 
     def __init__(self, peer: str, work: Work, compiled: bool, our_allocator: bool):
         use_all_cores()

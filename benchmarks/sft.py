@@ -186,7 +186,7 @@ def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
     words = [sys.executable, REPOSITORY / SFTArguments.program, "--init_from", run]
     words += ["--data", out / "packed", *amount]
     words += ["--log_with", "none", "--compile", "auto", *engine.flags()[-2:]]
-    (launched,) = environments(engine, folder)
+    (launched,) = environments(engine)
     found = [Program("this project", words, folder, launched, out / "ours.log")]
 
     environment = os.environ | {"HF_DATASETS_CACHE": str(out / "datasets")}

@@ -1,18 +1,24 @@
 """Each benchmark runs at a tiny size and prints its table; ratios of speeds are correct."""
 
 import json
+import math
+import os
 import re
+import signal
+import subprocess
 import sys
+import zipfile
 
+import psutil
 import pytest
-from conftest import REPOSITORY, run
+import torch
+from conftest import REPOSITORY, run, wait_for
 
-from benchmarks import engines, throughput
-from benchmarks.contenders import Contender
-from benchmarks.throughput import Result, closing_line
-from benchmarks.work import Work
+from benchmarks import engines, gpu, throughput
+from benchmarks.ours import OurStep
+from benchmarks.turns import Turn, read_rows, record, table_rows
 
-STEP = "--rounds 1 --steps 2 --warmup_steps 0 --keep_compile_cache"
+STEP = "--rounds 1 --steps 2 --warmup_steps 0 --dtype float32"
 LITTLE = "--max_seq_len 32 --batch_size 2 --compile off"
 MODEL = "--dim 32 --n_layers 1 --n_heads 2"
 
@@ -32,10 +38,22 @@ def rows(tmp_path):
 
 
 @pytest.mark.slow
-def test_throughput_prints_a_row_for_each_contender(rows, packed):
-    who = "ours-eager,ours-eager+muon,transformers-eager"
-    flags = ["--sizes", "test", "--data", packed, *STEP.split(), "--contenders", who]
-    assert [row[0] for row in rows("throughput", *flags)] == who.split(",")
+def test_throughput_prints_and_records_each_contender_and_traces_ours(rows, packed, tmp_path):
+    who = ["ours-eager", "ours-zero2-eager+uncoalesced", "transformers-eager"]
+    flags = ["--sizes", "test", "--data", packed, *STEP.split(), "--contenders", ",".join(who)]
+    flags += ["--rows", "rows.jsonl", "--traces", "traces.zip", "--accumulation_steps", "2"]
+    assert [row[0] for row in rows("throughput", *flags)] == who
+    recorded = read_rows(tmp_path / "rows.jsonl")
+    turns = [row["contender"] for kind, row in recorded if kind == "turn"]
+    # A turn alone, then a round with the first contender, which has one round alone.
+    assert turns == [who[0]] * 2 + [who[1], who[0], who[1]] + [who[2], who[0], who[2]]
+    profiled = [row for kind, row in recorded if kind == "profile"]
+    assert [row["contender"] for row in profiled] == who[:2]
+    for row in profiled:
+        phases = ("data", "forward", "backward", "optimizer")
+        assert sum(row[phase] for phase in phases) == pytest.approx(row["step"], abs=1e-3)
+    with zipfile.ZipFile(tmp_path / "traces.zip") as archive:
+        assert len(archive.namelist()) == 2
 
 
 @pytest.mark.slow
@@ -51,13 +69,6 @@ def test_the_generation_benchmark_gets_the_text_of_transformers(rows):
     flags = ["--sizes", "test", "--dtypes", "float32", "--batch_sizes", "2", "--rounds", "1"]
     (row,) = rows("generation", *flags)
     assert (row[:3], row[-1]) == (["test", "float32", "2"], "yes")  # yes: the same text
-
-
-@pytest.mark.slow
-def test_the_data_benchmark_measures_preparing_and_loading(rows, corpus):
-    flags = ["--data", corpus, "--loader_seq_lens", "32", "--num_workers", "0", "--seconds", "1"]
-    prepared, loaded = rows("data", *flags, "--model_tokens_per_second", "1000")
-    assert (prepared[1], loaded[:2]) == ("300", ["32", "0"])  # documents
 
 
 @pytest.mark.slow
@@ -91,29 +102,150 @@ def test_the_sft_benchmark_measures_this_project(rows, tmp_path, packed):
     assert row[0] == "this project"
 
 
-def test_ratios_are_taken_within_a_round_against_the_fastest_peer(packed):
-    work = Work(dim=64, n_layers=2, batch_size=2, seq_len=50, data=str(packed))
-    ours = Result(Contender("ours", True), work, 1.0, 2**30, {1: 1.0, 2: 2.0, 3: 4.0})
-    peer = Result(Contender("litgpt", True), work, 1.0, 2**30, {2: 4.0, 3: 16.0})
-    assert ours.speeds() == [100, 50, 25]
-    assert peer.ratios(ours) == [0.5, 0.25]
-    said = closing_line("26m", [ours, peer])
-    assert said.startswith("26m, ours / fastest peer: 2.67 (ours-compiled / litgpt-compiled)")
+def turn(contender: str, number: int, speed: float) -> Turn:
+    return Turn(
+        size="26m",
+        accumulation_steps=1,
+        contender=contender,
+        processes=1,
+        round=number,
+        tokens_per_second=speed,
+        flops_per_second=speed * 1e9,
+        peak_flops=1e12,
+        product_flops=5e11,
+        peak_bytes=2**30,
+        expected_bytes=2**31,
+        first_step_seconds=1.0,
+    )
 
 
-STUB = """#!/bin/sh
-echo "table of $*"
-case "$*" in *"$FAILING"*) echo "no room" >&2; exit 3;; esac
+def test_ratios_are_taken_within_a_round_and_shares_of_the_peak_are_medians():
+    speeds = {"ours": {1: 100, 3: 50, 4: 25}, "litgpt": {2: 900, 3: 25, 4: 6.25}}
+    turns = [turn(who, n, speed) for who, own in speeds.items() for n, speed in own.items()]
+    ours, peer = table_rows(turns)
+    assert (ours["ratio"], peer["ratio"]) == ("1", "0.375 (0.250 to 0.500)")
+    assert (ours["tokens/s"], ours["MFU"], ours["of products"]) == (
+        "50 (25 to 100)",
+        "5.0%",
+        "10.0%",
+    )
+    assert (ours["memory"], ours["expected"]) == ("1.00 GiB", "2.00 GiB")
+    (alone,) = table_rows(turns[:1])
+    assert alone["ratio"] == "1"
+
+
+def test_a_gradient_that_was_not_finite_is_found_after_the_turn():
+    step = object.__new__(OurStep)
+    step._loss, step._norms = torch.tensor(2.0), [1.0, torch.tensor(3.0)]
+    assert step.loss() == 2.0
+    step._norms = [1.0, torch.tensor(math.nan), torch.tensor(3.0)]
+    with pytest.raises(FloatingPointError, match="nan"):
+        step.loss()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "elapsed", "given"), [(60, 10, 60), (60, 500, 25), (60, 522, 0)]
+)
+def test_a_part_gets_its_time_or_what_is_left(wanted, elapsed, given):
+    assert gpu.time_limit(wanted, elapsed) == given
+
+
+def test_the_gpu_script_runs_within_nine_minutes_and_in_the_order_of_worth(tmp_path):
+    assert gpu.SECONDS <= 9 * 60 - 10  # the last part may take some seconds to be killed
+    parts = gpu.all_parts(tmp_path, tiny=False)
+    names = [part.name for part in parts if part.name != "wheels"]
+    assert names[:4] == ["start", "checks", "104m × 1", "360m × 1"]
+    assert names[-1] == "tests"
+    for part in parts:
+        if part.command[1] == throughput.PROGRAM:
+            assert len(throughput.parse_options(part.command[2:]).contenders) == 2
+
+
+def test_the_checks_are_tests_of_a_gpu():
+    text = (REPOSITORY / gpu.TESTS[0]).read_text(encoding="utf-8")
+    for name in gpu.CHECKS.split(" or "):
+        assert re.search(f"def test_.*{name}", text), name
+
+
+# A program that runs parts. The last one starts a process in a session of its own, and hangs.
+HANGING = """
+import sys, time
+from pathlib import Path
+from benchmarks.gpu import Part, run_parts
+from common.errors import stop_in_order
+stop_in_order()
+out, seconds = Path(sys.argv[1]), float(sys.argv[2])
+before = f"import pathlib; assert 'passed' {{}} pathlib.Path({str(out / 'gpu.md')!r}).read_text()"
+hang = f"import os, time; os.fork() or os.setsid(); time.sleep(600)  # {out}"
+parts = [
+    Part("start", 9, ["-c", before.format("not in")]),
+    Part("second", 9, ["-c", before.format("in")]),
+    Part("broken", 9, ["-c", "raise SystemExit('no such thing')"]),
+    Part("hangs", seconds, ["-c", hang]),
+]
+assert not run_parts(parts, out, time.monotonic())
 """
 
 
-@pytest.mark.parametrize(("failing", "code"), [("nothing", 0), ("-m pytest", 1)])
-def test_the_gpu_script_reports_every_part_and_every_failure(tmp_path, failing, code):
-    (stub := tmp_path / "python").write_text(STUB)
-    stub.chmod(0o755)
-    command = ["bash", "benchmarks/gpu.sh", str(tmp_path / "report")]
-    assert run(command, PYTHON=str(stub), FAILING=failing).code == code
-    report = (tmp_path / "report/gpu.md").read_text()
-    assert (report.count("\n# "), report.count("FAILED (exit code 3)")) == (11, code)
-    for options in re.findall("table of -m benchmarks.throughput (.*)", report):
-        assert throughput.parse_options(options.split()).contenders
+def read(path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def last_rows(folder) -> dict[str, tuple[str, str]]:
+    """Return the last result and note of each part."""
+    found = [row for kind, row in read_rows(folder / gpu.ROWS) if kind == "part"]
+    return {row["part"]: (row["result"], row["note"]) for row in found}
+
+
+EARLIER = {
+    "start": ("passed", ""),
+    "second": ("passed", ""),
+    "broken": ("failed, exit code 1", "no such thing"),
+}
+
+
+@pytest.mark.slow
+def test_a_part_that_hangs_is_killed_with_all_its_processes(tmp_path):
+    ended = run([sys.executable, "-c", HANGING, str(tmp_path), "6"])
+    assert ended.code == 0, ended.out
+    assert last_rows(tmp_path) == EARLIER | {"hangs": ("out of time", "")}
+    assert "| hangs | out of time |" in (tmp_path / gpu.REPORT).read_text()
+    assert str(tmp_path) not in running_commands()
+
+
+def running_commands() -> str:
+    processes = psutil.process_iter(["cmdline"])
+    return "\n".join(" ".join(each.info["cmdline"] or []) for each in processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_report_that_is_cut_has_all_results_so_far(tmp_path, number):
+    command = [sys.executable, "-c", HANGING, str(tmp_path), "600"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": "."})
+    wait_for(lambda: "| hangs | running |" in read(tmp_path / gpu.REPORT), process)
+    process.send_signal(number)
+    assert process.wait() != 0
+    assert last_rows(tmp_path) == EARLIER | {"hangs": ("stopped", "")}
+    assert "| hangs | stopped |" in (tmp_path / gpu.REPORT).read_text()
+    assert str(tmp_path) not in running_commands()
+
+
+def test_a_row_that_was_cut_is_left_out(tmp_path):
+    record(path := tmp_path / "rows", "note", {"text": "first"})
+    with open(path, "a") as file:
+        file.write('{"kind": "note", "te')
+    assert read_rows(path) == [("note", {"text": "first"})]
+
+
+def test_the_report_compares_the_turns_of_a_part(tmp_path):
+    rows = [("note", {"text": "an H100"})]
+    for part, speed in (("104m × 1", 100.0), ("transformers", 50.0)):
+        rows.append(("part", {"part": part, "result": "running", "seconds": 0, "note": ""}))
+        rows += [("turn", vars(turn(who, 1, speed * n))) for n, who in ((1, "ours"), (2, "other"))]
+    table = [line for line in gpu.report(rows).splitlines() if line.startswith("| 26m")]
+    cells = [line.strip("| ").split(" | ") for line in table]
+    assert [(row[2], row[5]) for row in cells] == [
+        ("ours", "1"),
+        ("other", "2.000 (2.000 to 2.000)"),
+    ] * 2

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from accelerate.utils import DummyOptim
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -120,6 +119,8 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
         dtype = torch.float32 if in_fp32 else torch.bfloat16
         return Muon([by_muon, *(group | adam for group in groups)], args.learning_rate, dtype)
     if "optimizer" in (engine.deepspeed or {}):
+        from accelerate.utils import DummyOptim  # Accelerate has it only if DeepSpeed is installed
+
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True, **adam)
 

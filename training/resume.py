@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from common.atomic import write_whole
@@ -160,7 +161,8 @@ def write_settings(
         "engine": engine.name,
         "processes": engine.processes,
         "deepspeed": engine.deepspeed,
-        "packages": {x: version(x) for x in PACKAGES} | {"python": platform.python_version()},
+        "packages": {x: version(x) for x in PACKAGES if find_spec(x)}
+        | {"python": platform.python_version()},
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
     for name in (*TOKENIZER_FILES, run.template.name):  # delete the files of an earlier launch

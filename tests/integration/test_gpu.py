@@ -1,6 +1,8 @@
 """Tests that need a CUDA device. `pytest -m gpu` runs only such tests."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from inference import decoder
 from inference.decoder import Decoder
 from inference.generation import Batch, Continuation
 from inference.sampling import Sampling
-from model import LMConfig, Transformer
+from model import LMConfig, Transformer, apply_rotary_emb
 from model.attention import fast_attention, plain_attention
 from training.engine.compilation import compile_blocks
 from training.engine.device import attention_kernel
@@ -24,6 +26,8 @@ pytestmark = [
 
 
 def train_on_gpu(engine: str, data, path, flags: str) -> Trained:
+    if engine != "plain" and find_spec("deepspeed") is None:
+        pytest.skip("needs DeepSpeed")
     return train(engine, 1, data, path, flags, start=run, CUDA_VISIBLE_DEVICES="0")
 
 
@@ -33,6 +37,38 @@ def heads(n_heads, n_kv_heads, head_dim, seq_len=200):
         torch.randn(2, seq_len, n, head_dim, device="cuda", generator=generator)
         for n in (n_heads, n_kv_heads, n_kv_heads, n_heads)
     ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "tolerance"), [("plain", "float32", 1e-3), ("zero2", "bfloat16", 2e-2)]
+)
+def test_losses_on_a_gpu_are_those_of_fp32_on_the_cpu(packed, tmp_path, engine, dtype, tolerance):
+    flags = "--max_steps 8 --learning_rate 1e-2 --dtype"
+    with ThreadPoolExecutor() as both:  # starting a process takes most of the time
+        where = packed, tmp_path / "cpu", f"{flags} float32"
+        on_cpu = both.submit(train, "plain", 1, *where, start=run)
+        on_gpu = train_on_gpu(engine, packed, tmp_path / "gpu", f"{flags} {dtype}")
+    if engine == "zero2":
+        assert "DeepSpeed ZeRO-2" in on_gpu.out
+        assert "(nccl)" in on_gpu.out
+    losses = on_cpu.result().column("loss")
+    assert losses[-1] < losses[0] - 0.05
+    assert on_gpu.column("loss") == pytest.approx(losses, rel=tolerance)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_complex_rotation_on_a_gpu_is_that_of_double_precision(compiled, dtype):
+    model = Transformer(LMConfig(dim=128, n_layers=1, n_heads=2, max_seq_len=200, vocab_size=50))
+    q, k, *_ = (x.to(dtype) for x in heads(2, 1, 64))
+    pos_cis = model.cuda().bfloat16().pos_cis
+    assert pos_cis.dtype == torch.complex64
+    rotate = torch.compile(apply_rotary_emb) if compiled else apply_rotary_emb
+    for mine, x in zip(rotate(q, k, pos_cis), (q, k), strict=True):
+        pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).cpu())
+        exact = torch.view_as_real(pairs * pos_cis.cpu().to(torch.complex128)[:, None])
+        error = (mine.double().cpu() - exact.flatten(-2)).abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(8, 2), (4, 4), (1, 1)])

@@ -1,6 +1,8 @@
 """The launches of the README: the engine, the summary at the start, and the files of a run."""
 
+import json
 import re
+import sys
 
 import pytest
 from conftest import LAUNCH, Trained, run, train
@@ -95,3 +97,12 @@ def test_profiling_leaves_traces_and_the_seconds_of_each_phase(zero2):
     assert traces == [f"step-{step:08d}-rank{rank}.json.gz" for step in steps for rank in (0, 1)]
     assert [row["step"] for row in zero2.rows("forward_seconds")] == [*steps]
     assert f"profile of step {PROFILE_INTERVAL}: " in zero2.out
+
+
+def test_training_without_an_engine_does_not_need_deepspeed(packed, tmp_path):
+    hide = "import sys; sys.modules['deepspeed'] = None"
+    command = [sys.executable, "-c", f"{hide}; import train_pretrain_accelerate as p; p.main()"]
+    plain = train(command, 1, packed, tmp_path / "run", "--max_steps 2", start=run)
+    assert len(plain.column("loss")) == 2
+    settings = json.loads((plain.path / "settings.json").read_text(encoding="utf-8"))
+    assert "deepspeed" not in settings["packages"]

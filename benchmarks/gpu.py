@@ -1,0 +1,256 @@
+"""Check and measure training on one GPU, within nine minutes: `bash benchmarks/gpu.sh`.
+
+The parts that tell the most come first. A part that hangs is killed at its time limit. The folder
+$OUT (default: out/benchmarks/gpu) has these files, which are complete at any moment:
+
+- gpu.md: the report;
+- rows.jsonl: measurements and results of parts, one JSON object per line;
+- traces.zip: a trace of one step of each contender of ours, for https://ui.perfetto.dev;
+- log.txt: the output of all parts.
+
+This file does not import torch, so that it can report a machine on which torch hangs.
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks import REPOSITORY
+from benchmarks.cli import heading, new_parser, say, table
+from benchmarks.turns import NOTE, Turn, read_rows, record, table_rows
+from common.atomic import write_whole
+from common.errors import stop_in_order
+
+PROGRAM = "benchmarks.gpu"
+REPORT, ROWS, TRACES, LOG = "gpu.md", "rows.jsonl", "traces.zip", "log.txt"
+SECONDS = 525  # for all parts together
+SHORTEST = 5  # seconds; a part that has less time is left out
+WHEELS, SITE = REPOSITORY / "out/wheels", REPOSITORY / "out/site"  # SITE: the installed wheels
+COMPILED = REPOSITORY / "out/compiled/gpu"  # the parts' compile cache
+PR_SET_CHILD_SUBREAPER = 36  # from sys/prctl.h
+PASSED, LATE = "passed", "out of time"
+# Tests that decide whether measurements mean anything, and the files with all tests of a GPU.
+CHECKS = "losses_on_a_gpu or rotation_on_a_gpu or compiled_blocks or fused_kernels"
+TESTS = ("tests/integration/test_gpu.py", "tests/test_decoder.py")
+ENGINES = "ours-compiled,ours-zero2-compiled"
+SWITCHES = ("ours-zero2-compiled+uncoalesced",)  # each is compared with the name before its "+"
+SIZES = {"104m": "--batch_size 32 --seq_len 1024", "360m": "--batch_size 16"}
+TINY_SIZES = {"test": "--dtype float32", "3m": "--batch_size 1 --seq_len 16 --dtype float32"}
+TINY = "**A rehearsal with tiny models, not compiled: its speeds, ratios and memory mean nothing.**"
+
+
+class Part(NamedTuple):
+    name: str
+    seconds: int  # time limit
+    command: list[str]  # arguments of Python
+
+
+def main(argv: list[str] | None = None) -> None:
+    stop_in_order()
+    began = time.monotonic()
+    parser = new_parser(PROGRAM, __doc__)
+    parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models, anywhere")
+    tiny = parser.parse_args(argv).tiny
+    out = Path(os.environ.get("OUT", "out/benchmarks/gpu")).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    for name in (REPORT, ROWS, TRACES, LOG):
+        (out / name).unlink(missing_ok=True)
+    if tiny:
+        record(out / ROWS, "note", {"text": TINY})
+    try:
+        passed = run_parts(all_parts(out, tiny), out, began)
+    finally:
+        print((out / REPORT).read_text(encoding="utf-8"), flush=True)
+    sys.exit(not passed)
+
+
+def all_parts(out: Path, tiny: bool) -> list[Part]:
+    """Return the parts in the order of their worth."""
+    sizes = TINY_SIZES if tiny else SIZES
+    small = next(iter(sizes))
+
+    def steps(name: str, size: str, accumulation_steps: int, contenders: str) -> Part:
+        flags = f"--sizes {size} {sizes[size]} --accumulation_steps {accumulation_steps} --rounds 2"
+        flags += f" --steps {10 if accumulation_steps == 1 else 3} --contenders {contenders}"
+        if tiny:
+            flags = flags.replace("compiled", "eager")
+        files = ["--rows", str(out / ROWS)]
+        if contenders == ENGINES:
+            files += ["--traces", str(out / TRACES)]
+        return Part(name, 110, ["-m", "benchmarks.throughput", *flags.split(), *files])
+
+    def tests(name: str, seconds: int, names: str) -> Part:
+        flags = ["-v", "-rN", "--tb=short", "-m", "gpu", "-k", names]
+        return Part(name, seconds, ["-m", "pytest", *flags, *TESTS])
+
+    start = f"from benchmarks import gpu; gpu.start({str(out / ROWS)!r}, {tiny})"
+    parts = [
+        Part("start", 90, ["-c", start]),
+        tests("checks", 90, CHECKS),
+        *(steps(f"{size} × {n}", size, n, ENGINES) for n in (1, 8) for size in sizes),
+        *(steps(name, small, 8, f"{name.partition('+')[0]},{name}") for name in SWITCHES),
+        steps("transformers", small, 1, "ours-compiled,transformers-compiled"),
+        tests("tests", SECONDS, f"not ({CHECKS})"),
+    ]
+    if wheels := [str(path) for path in sorted(WHEELS.glob("*.whl"))]:
+        flags = ["--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(SITE)]
+        parts.insert(0, Part("wheels", 60, ["-m", "pip", "install", *flags, *wheels]))
+    return parts
+
+
+def start(rows: str, tiny: bool) -> None:
+    """Load the libraries, so that later parts load them from memory; prepare the text; describe the
+    machine. It runs in a process of its own, which fails without a GPU, unless `tiny`."""
+    import torch
+
+    from benchmarks.work import DATA, SIZES
+    from scripts.check_pins import unsatisfied
+
+    notes = [heading(PROGRAM, ["--tiny"] if tiny else [])]
+    if others := unsatisfied(REPOSITORY / "requirements.txt"):
+        notes.append(f"Other versions than in requirements.txt: {', '.join(others)}.")
+    for text in notes:
+        record(Path(rows), "note", {"text": text})
+    with suppress(ImportError):
+        import deepspeed  # noqa: F401
+    SIZES["test"].on(DATA)
+    if not (tiny or torch.cuda.is_available()):
+        sys.exit("there is no GPU; --tiny rehearses without one")
+
+
+def run_parts(parts: list[Part], out: Path, began: float) -> bool:
+    """Run the parts one after the other; return True if all have passed.
+
+    Args:
+        out: the folder of the report.
+        began: time.monotonic() at the start of this program.
+    """
+    # A process whose parent has ended becomes a child of this process, which can then kill it.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    results = {}
+    for part in parts:
+        seconds = time_limit(part.seconds, time.monotonic() - began)
+        if results.get("start", "").startswith("failed"):  # nothing else can run
+            seconds = 0
+        results[part.name] = run_part(part, seconds, out)
+        say(f"{part.name}: {results[part.name]}")
+    return set(results.values()) == {PASSED}
+
+
+def time_limit(wanted: float, elapsed: float) -> float:
+    """Return the seconds that a part may take; 0 if too few are left of SECONDS."""
+    seconds = min(wanted, SECONDS - elapsed)
+    return seconds if seconds >= SHORTEST else 0
+
+
+def run_part(part: Part, seconds: float, out: Path) -> str:
+    """Run a part, and kill its processes when it ends or after `seconds`; return its result."""
+    row = {"part": part.name, "result": "running", "seconds": 0.0, "note": ""}
+    record(out / ROWS, "part", row)
+    began, row["result"] = time.monotonic(), "stopped" if seconds else "left out"
+    with open(out / LOG, "a+b") as log:
+        log.write(f"\n# {part.name}: python {' '.join(part.command)}\n".encode())
+        log.flush()
+        first = log.tell()
+        try:
+            if seconds:
+                row["result"] = wait(started(part.command, log), began + seconds, out)
+        finally:
+            end_all()
+            if row["result"] in (LATE, "stopped"):  # a killed compiler leaves unfinished files
+                shutil.rmtree(COMPILED, ignore_errors=True)
+            log.seek(first)
+            row["note"] = summary(log.read().decode(errors="replace"), row["result"])
+            row["seconds"] = round(time.monotonic() - began, 1)
+            record(out / ROWS, "part", row)
+            write_report(out)
+    return row["result"]
+
+
+def started(command: list[str], log) -> subprocess.Popen:
+    """Start Python with these arguments; its output goes into the file `log`."""
+    search = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
+    ours = {"PYTHONPATH": search, "TORCHINDUCTOR_CACHE_DIR": str(COMPILED), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env=os.environ | ours,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+    )
+
+
+def wait(process: subprocess.Popen, deadline: float, out: Path) -> str:
+    """Wait for a process until the deadline, and keep the report up to date; return the result."""
+    while time.monotonic() < deadline:
+        write_report(out)
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout=1)
+            return PASSED if code == 0 else f"failed, exit code {code}"
+    return LATE
+
+
+def end_all() -> None:
+    """Kill all descendants of this process. One that the system cannot end is left after 5 s."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        found = psutil.Process().children(recursive=True)
+        if not found:
+            return
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=1)
+
+
+def summary(output: str, result: str) -> str:
+    """Return one line about the output of a part: counts of tests, or why the part failed."""
+    tests = Counter(re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", output, re.MULTILINE))
+    if tests:
+        return ", ".join(f"{number} {name.lower()}" for name, number in tests.items())
+    lines = output.split("\n")
+    return "" if result == PASSED else next(filter(None, map(str.strip, reversed(lines))), "")[:200]
+
+
+def write_report(out: Path) -> None:
+    write_whole(out / REPORT, report(read_rows(out / ROWS)))
+
+
+def report(rows: list[tuple[str, dict]]) -> str:
+    """Return the report in Markdown from (kind, row) pairs in the order of time."""
+    notes = [row["text"] for kind, row in rows if kind == "note"]
+    parts = {row["part"]: row for kind, row in rows if kind == "part"}
+    measured, turns = [], []
+    for kind, row in [*rows, ("part", {})]:  # each part has its own turns and baseline
+        if kind == "turn":
+            turns.append(Turn(**row))
+        elif kind == "part" and turns:
+            labels = {"model": turns[0].size, "accumulation": turns[0].accumulation_steps}
+            measured += [labels | cells for cells in table_rows(turns)]
+            turns = []
+    profiles, failures = (
+        [row for kind, row in rows if kind == wanted] for wanted in ("profile", "failure")
+    )
+    sections = {
+        "Parts": list(parts.values()),
+        "Steps": measured,
+        "Seconds of the phases of one step": profiles,
+        "Not measured": failures,
+    }
+    tables = [f"## {title}\n\n{table(cells)}" for title, cells in sections.items() if cells]
+    return "\n\n".join(["# Training on a GPU", *notes, *tables, NOTE]) + "\n"
+
+
+if __name__ == "__main__":
+    main()
