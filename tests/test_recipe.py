@@ -15,8 +15,8 @@ from training.recipe import (
     choose,
     optimizer_flags,
     plan_for,
+    repetition_flags,
     shape_settings,
-    weight_decay,
 )
 
 TEXT = Task(seconds=200, tokens=3.7e6, most_passes=10, validation_tokens=1e5)
@@ -122,4 +122,7 @@ def test_a_wide_model_has_lower_rates_and_repeated_text_more_decay():
     for muon in (True, False):
         rates = [optimizer_flags(each, muon)["learning_rate"] for each in MODELS]
         assert rates == sorted(rates, reverse=True)
-    assert [weight_decay(passes) for passes in (1, 5, 30)] == [0.1, 0.2, 0.5]
+    flags = [repetition_flags(passes, muon=True) for passes in (1, 5, 30)]
+    assert [each["weight_decay"] for each in flags] == [0.1, 0.2, 0.5]
+    assert ["muon_momentum" in each for each in flags] == [False, False, True]
+    assert "muon_momentum" not in repetition_flags(30, muon=False)

@@ -296,7 +296,7 @@ class Dial:
         plan = self.plan()
         flags = recipe.run_flags(plan) | self.model_flags(plan.model)
         if not self.fixed:
-            flags["weight_decay"] = recipe.weight_decay(plan.passes)
+            flags |= recipe.repetition_flags(plan.passes, self.muon)
         if "epochs" in self.typed:
             del flags["max_steps"]
         return {name: value for name, value in flags.items() if name not in self.typed}

@@ -178,9 +178,11 @@ def optimizer_flags(model: Candidate, muon: bool) -> dict[str, Any]:
     return schedule | {"optimizer": "muon"} | rates | (small if model.parameters < 1e7 else {})
 
 
-def weight_decay(passes: float) -> float:
-    """Return the weight decay: more passes over the text need more weight decay."""
-    return rounded(min(0.5, max(0.1, 0.04 * passes)))
+def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:
+    """Return the flags that depend on the passes over the text. Repeated text needs more weight
+    decay, and Muon's default momentum also in small models."""
+    decay = {"weight_decay": rounded(min(0.5, max(0.1, 0.04 * passes)))}
+    return decay | ({"muon_momentum": 0.95} if muon and passes > 5 else {})
 
 
 def fine_tuning_rate(dim: int) -> float:
