@@ -23,7 +23,7 @@ from data.tokenizer import Tokenizer
 TEMPLATE_FILE = "chat_template.jinja"
 # transformers also looks for markers in a user's text. JINJA therefore inserts these two
 # noncharacters after every "<", and the exported tokenizer removes them. If a text already has the
-# pair, JINJA inserts a second pair inside it, and the tokenizer removes only the inner pair.
+# pair, JINJA puts a second pair between its characters, and the tokenizer removes only that one.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"

@@ -70,7 +70,7 @@ class OneIdPerCharacter:
     [
         ("xy", ["cd", "e"], "", ["cd", "e"]),
         ("xy", ["cd", "e"], " ", [" cd", " e"]),
-        ("xa", ["bcd", "cd"], "", ["Ωcd", "acd"]),  # "ab" is part of both
+        ("xa", ["bcd", "cd"], "", ["Ωcd", "acd"]),  # "ab" spans question and choice
         ("xy", ["the c", "the d"], "", ["the c", "the d"]),
     ],
 )

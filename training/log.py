@@ -81,7 +81,7 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and paused seconds since `began`: the start, the end of the first step, or a report."""
+    """Steps and paused seconds since `began`: start, end of the first step, or latest report."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()

@@ -84,8 +84,8 @@ def set_learning_rate(optimizer, value: float) -> None:
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[nn.Parameter] = ()
 ) -> list[dict]:
-    """Return two groups of the trained parameters that are not in `without`: matrices, with weight
-    decay, and scales of norms, without weight decay, because scales should stay near 1."""
+    """Return up to two groups of the trained parameters that are not in `without`: matrices, with
+    weight decay, and scales of norms, without it, because scales should stay near 1."""
     left_out = {id(p) for p in without}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
     matrices = [p for p in parameters if len(shape_of(p)) > 1]
@@ -101,8 +101,8 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
-    """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` after that. For
-    AdamW and a DeepSpeed file with an "optimizer", return a placeholder with the groups."""
+    """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` after that. If
+    DeepSpeed's file has an "optimizer", AdamW is a placeholder that holds the groups."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
     groups = parameter_groups(model, args.weight_decay, without=matrices)

@@ -33,7 +33,7 @@ from training.resume import (
 )
 from training.teacher import TeacherWeights, require_same_tokenizer
 
-# Flags that may differ between machines: paths, and values that the main process decides.
+# Flags that may differ between machines.
 OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
     *("num_workers", "teacher", "teacher_config", "time_limit"),
@@ -70,7 +70,7 @@ class Prepared:
 
     @property
     def run_flops(self) -> float:
-        """Model FLOPs of one process in the whole run."""
+        """Rough model FLOPs of one process in the whole run, to decide whether to compile."""
         tokens = self.args.global_batch(1) * self.total_steps * self.train_set.tokens_per_sample
         with torch.device("meta"):
             return Transformer(self.config).flops_per_token(self.config.max_seq_len) * tokens
@@ -189,7 +189,7 @@ def prepared_data(
         folder, flags = args.data, ["--data", "builtin"]
     else:
         return args.data
-    flags += ["--out", folder, "--reuse"]  # reuse data with other settings too
+    flags += ["--out", folder, "--reuse"]  # accepts data with other settings too
     command = [sys.executable, str(PREPARE_DATA), *flags]
     if subprocess.run(command, stdout=2).returncode:  # to stderr: preflight's stdout is for flags
         print(f"try: python -m scripts.prepare_data {shlex.join(flags)}", file=sys.stderr)
