@@ -1,7 +1,7 @@
 """Convert a model to Hugging Face's Llama and back: weights, settings and tokenizer.
 
-A model with experts becomes a Qwen2-MoE without its shared expert. Its router computes the same: a
-softmax over all experts, not divided by the sum over the chosen ones.
+A model with experts becomes a Qwen2-MoE whose shared expert is empty (width 0). The routers compute
+the same: a softmax over all experts, by default not divided by the sum over the chosen ones.
 
 Rotary embedding rotates pairs of channels of a head. Here, as in Llama's own release, a pair is
 (0, 1), (2, 3), …; in Hugging Face's Llama it is (j, j + head_dim/2). The rows of wq and wk, which

@@ -4,8 +4,8 @@ The tokens are sorted by expert. One grouped product then multiplies each expert
 expert's own matrix, and no token is dropped. The weights of all experts are one parameter per
 matrix, so every parameter always has a gradient: zeros for an expert that got no token.
 
-The router's probabilities are not divided by the sum over the chosen experts. With one expert per
-token this quotient would be 1, and the router would learn nothing from the loss of the tokens.
+By default the router's probabilities are not divided by the sum over the chosen experts. With one
+expert per token this quotient is 1, and the router learns nothing from the loss of the tokens.
 """
 
 import torch
@@ -44,7 +44,7 @@ class Experts(nn.Module):
         weights, chosen = self.choose(probabilities)  # (B, T, K + S) each
         order = chosen.flatten().argsort(stable=True)  # sorts the tokens' copies by expert
         n_copies = chosen.shape[-1]
-        # Rows are only permuted. A sum of rows would have no fixed order on a GPU.
+        # Each copy is read once, so backward adds no rows: on a GPU their order is not fixed.
         copies = x.unsqueeze(2).expand(-1, -1, n_copies, -1).flatten(0, 2)
         rows = copies.index_select(0, order)  # (B · T · (K + S), dim)
         experts = torch.arange(len(self.w1), device=x.device)

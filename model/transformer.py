@@ -202,10 +202,9 @@ class Transformer(nn.Module):
     def flops_per_token(self, seq_len: float) -> float:
         """Return the model FLOPs per token of forward and backward for sequences of seq_len tokens.
 
-        They are 6 per trained parameter, plus 4 per frozen parameter (of a token's experts only),
-        plus for attention
-        12·n_layers·n_heads·head_dim·seq_len, as if every position saw all others. An untied input
-        embedding is a lookup and does not count. Source: PaLM, appendix B,
+        They are 6 per trained and 4 per frozen parameter (of experts, those that a token uses),
+        plus for attention 12·n_layers·n_heads·head_dim·seq_len, as if every position saw all
+        others. An untied input embedding is a lookup and does not count. Source: PaLM, appendix B,
         https://arxiv.org/abs/2204.02311."""
         config = self.config
         counted = {id(p): p for p in self.parameters()}
@@ -228,8 +227,8 @@ class Transformer(nn.Module):
             std = 0.02
             if getattr(parameter, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
-            # Under deepspeed.zero.Init, torch.empty returns a 16-bit tensor on the GPU. The same
-            # seed then gives other weights.
+            # Under DeepSpeed's own zero.Init, torch.empty returns a 16-bit tensor on the GPU. The
+            # same seed then gives other weights. Training avoids this, see deepspeed_setup.py.
             drawn = torch.empty(parameter.shape).normal_(mean=0.0, std=std)
             parameter.data.copy_(drawn)
 
