@@ -23,7 +23,8 @@ WITHOUT_EFFECT = (  # noqa: SIM905
 
 
 class Form(BaseModel):
-    """A JSON object. Null fields are ignored, and unknown fields that are 0, false, "", [] or {}."""
+    """A JSON object. Fields that are null, and unknown fields that are 0, false or empty, are
+    ignored."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
