@@ -90,18 +90,6 @@ def test_the_distillation_benchmark_trains_students_alone_and_distilled(rows, pa
     assert [row[0] or row[1] for row in found][1:3] == ["alone", "distilled"]
 
 
-@pytest.mark.slow
-def test_the_sft_benchmark_measures_this_project(rows, tmp_path, packed):
-    words = ["train_pretrain_accelerate.py", *MODEL.split(), *LITTLE.split(), "--max_steps", "2"]
-    words += ["--data", packed, "--out_dir", tmp_path / "out/runs", "--log_with", "none"]
-    assert run([sys.executable, *map(str, words)]).code == 0
-    line = json.dumps({"prompt": "1?", "response": "2"}) + "\n"
-    (tmp_path / "chat.jsonl").write_text(line * 8)
-    flags = "--conversations chat.jsonl --batch_size 2 --steps 2 --rounds 1"
-    (row,) = rows("sft", *flags.split())
-    assert row[0] == "this project"
-
-
 def turn(contender: str, number: int, speed: float) -> Turn:
     return Turn(
         size="26m",
