@@ -1,6 +1,5 @@
 """Each benchmark runs at a tiny size and prints its table; ratios of speeds are correct."""
 
-import json
 import math
 import os
 import re
