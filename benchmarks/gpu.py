@@ -45,7 +45,8 @@ TESTS = ("tests/integration/test_gpu.py", "tests/test_decoder.py")
 ENGINES = "ours-compiled,ours-zero2-compiled"
 SWITCHES = ("ours-zero2-compiled+uncoalesced",)  # each is compared with the name before its "+"
 SIZES = {"104m": "--batch_size 32 --seq_len 1024", "360m": "--batch_size 16"}
-TINY_SIZES = {"test": "--dtype float32", "3m": "--batch_size 1 --seq_len 16 --dtype float32"}
+TINY_FLAGS = "--dtype float32 --warmup_steps 1 --rounds 1 --steps 2"
+TINY_SIZES = {"test": TINY_FLAGS, "3m": f"--batch_size 1 --seq_len 16 {TINY_FLAGS}"}
 TINY = "**A rehearsal with tiny models, not compiled: its speeds, ratios and memory mean nothing.**"
 
 
@@ -80,8 +81,9 @@ def all_parts(out: Path, tiny: bool) -> list[Part]:
     small = next(iter(sizes))
 
     def steps(name: str, size: str, accumulation_steps: int, contenders: str) -> Part:
-        flags = f"--sizes {size} {sizes[size]} --accumulation_steps {accumulation_steps} --rounds 2"
-        flags += f" --steps {10 if accumulation_steps == 1 else 3} --contenders {contenders}"
+        flags = f"--sizes {size} --accumulation_steps {accumulation_steps} --rounds 2 "
+        flags += f"--steps {10 if accumulation_steps == 1 else 3} --contenders {contenders} "
+        flags += sizes[size]
         if tiny:
             flags = flags.replace("compiled", "eager")
         files = ["--rows", str(out / ROWS)]
