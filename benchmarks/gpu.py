@@ -89,7 +89,7 @@ def all_parts(out: Path, tiny: bool) -> list[Part]:
         files = ["--rows", str(out / ROWS)]
         if contenders == ENGINES:
             files += ["--traces", str(out / TRACES)]
-        return Part(name, 110, ["-m", "benchmarks.throughput", *flags.split(), *files])
+        return Part(name, 140, ["-m", "benchmarks.throughput", *flags.split(), *files])
 
     def tests(name: str, seconds: int, names: str) -> Part:
         flags = ["-v", "-rN", "--tb=short", "-m", "gpu", "-k", names]
