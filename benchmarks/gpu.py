@@ -89,7 +89,7 @@ def all_parts(out: Path, tiny: bool) -> list[Part]:
         files = ["--rows", str(out / ROWS)]
         if contenders == ENGINES:
             files += ["--traces", str(out / TRACES)]
-        return Part(name, 110, ["-m", "benchmarks.throughput", *flags.split(), *files])
+        return Part(name, 140, ["-m", "benchmarks.throughput", *flags.split(), *files])
 
     def tests(name: str, seconds: int, names: str) -> Part:
         flags = ["-v", "-rN", "--tb=short", "-m", "gpu", "-k", names]
@@ -159,6 +159,7 @@ def run_part(part: Part, seconds: float, out: Path) -> str:
     """Run a part, and kill its processes when it ends or after `seconds`; return its result."""
     row = {"part": part.name, "result": "running", "seconds": 0.0, "note": ""}
     record(out / ROWS, "part", row)
+    write_report(out)
     began, row["result"] = time.monotonic(), "stopped" if seconds else "left out"
     with open(out / LOG, "a+b") as log:
         log.write(f"\n# {part.name}: python {' '.join(part.command)}\n".encode())
@@ -196,10 +197,10 @@ def started(command: list[str], log) -> subprocess.Popen:
 def wait(process: subprocess.Popen, deadline: float, out: Path) -> str:
     """Wait for a process until the deadline, and keep the report up to date; return the result."""
     while time.monotonic() < deadline:
-        write_report(out)
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(timeout=1)
             return PASSED if code == 0 else f"failed, exit code {code}"
+        write_report(out)
     return LATE
 
 

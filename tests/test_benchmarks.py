@@ -165,9 +165,9 @@ out, seconds = Path(sys.argv[1]), float(sys.argv[2])
 before = f"import pathlib; assert 'passed' {{}} pathlib.Path({str(out / 'gpu.md')!r}).read_text()"
 hang = f"import os, time; os.fork() or os.setsid(); time.sleep(600)  # {out}"
 parts = [
-    Part("start", 9, ["-c", before.format("not in")]),
-    Part("second", 9, ["-c", before.format("in")]),
-    Part("broken", 9, ["-c", "raise SystemExit('no such thing')"]),
+    Part("start", 99, ["-c", before.format("not in")]),
+    Part("second", 99, ["-c", before.format("in")]),
+    Part("broken", 99, ["-c", "raise SystemExit('no such thing')"]),
     Part("hangs", seconds, ["-c", hang]),
 ]
 assert not run_parts(parts, out, time.monotonic())

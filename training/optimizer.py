@@ -50,7 +50,7 @@ class LearningRate:
     """
 
     def __init__(self, args: TrainingArguments, total_steps: int):
-        self.schedule, self.total_steps = args.lr_schedule or "cosine", total_steps
+        self.schedule, self.total_steps = args.lr_schedule, total_steps
         self.peak, self.min_ratio = args.learning_rate, args.min_lr_ratio
         self.decay_steps = round(args.decay_fraction * total_steps)  # length of wsd's decay
         self.warmup_steps = args.warmup_steps
