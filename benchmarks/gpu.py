@@ -157,15 +157,15 @@ def time_limit(wanted: float, elapsed: float) -> float:
 
 def run_part(part: Part, seconds: float, out: Path) -> str:
     """Run a part, and kill its processes when it ends or after `seconds`; return its result."""
-    row = {"part": part.name, "result": "running", "seconds": 0.0, "note": ""}
-    record(out / ROWS, "part", row)
-    write_report(out)
-    began, row["result"] = time.monotonic(), "stopped" if seconds else "left out"
+    row = {"part": part.name, "result": "stopped" if seconds else "left out", "seconds": 0.0}
+    began = time.monotonic()
     with open(out / LOG, "a+b") as log:
         log.write(f"\n# {part.name}: python {' '.join(part.command)}\n".encode())
         log.flush()
         first = log.tell()
-        try:
+        try:  # whatever ends the part, even a signal, leaves a result
+            record(out / ROWS, "part", row | {"result": "running", "note": ""})
+            write_report(out)
             if seconds:
                 row["result"] = wait(started(part.command, log), began + seconds, out)
         finally:
