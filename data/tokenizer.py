@@ -18,11 +18,6 @@ TOKENIZER_JSON = "tokenizer.json"
 MARKERS_FILE = "tokenizer_config.json"  # names the pieces that begin and end a document
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_JSON, MARKERS_FILE)
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
-# Character → byte, as in GPT-2's `bytes_to_unicode`: byte-level BPE writes a visible byte as
-# itself, and every other byte as a character from U+0100 on.
-_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
-BYTE_ALPHABET = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 # Preparation runs one process per core already. Threads of `tokenizers` do not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -116,7 +111,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may be half a character."""
+        """Map every piece, spelled in the characters of byte-level BPE, to its id."""
         added = self._model.get_added_tokens_decoder()
         return {text: id for text, id in self._model.get_vocab().items() if id not in added}
 

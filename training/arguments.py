@@ -238,10 +238,6 @@ class DistillationArguments(TrainingArguments):
         return kinds[read_description(self.data)["kind"]]
 
 
-KINDS = TrainingArguments, SFTArguments, DistillationArguments
-PROGRAMS = {kind.program: kind for kind in KINDS}
-
-
 def flags_of(dataclass_type):
     """Yield (field, group title) of every field that is a flag."""
     group = "model"
