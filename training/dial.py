@@ -27,12 +27,11 @@ from training.engine.compilation import obstacle, should_compile
 from training.engine.deepspeed_config import file_of
 from training.engine.device import available_memory, matrix_precision, peak_flops
 from training.engine.estimate import kind_of, largest_batch
-from training.engine.failures import one_line_failures
 from training.interruption import SIGNALS
 from training.prepare import Prepared, shapes_of
 from training.request import Request
 from training.run import Run
-from training.start import notebook_process, set_up
+from training.start import notebook_process, one_line_failures, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
 # Time not for steps: LAUNCH_SHARE × preflight's (without preparing text), and END_SECONDS.

@@ -30,7 +30,6 @@ from training.engine.device import (
     matrix_precision,
 )
 from training.engine.estimate import DDP, Kind, Workload, estimate, fits
-from training.engine.failures import less_memory, one_line_failures
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
 from training.interruption import LIVES_ON, SIGNALS, StopRequest, exit_rank
@@ -40,6 +39,11 @@ from training.prepare import Prepared, prepare
 from training.resume import changes_since_stop, claim, set_aside, write_settings
 from training.run import Run
 from training.teacher import Teacher
+
+# Parts of error messages: of PyTorch, NCCL and cuBLAS, then of gloo and NCCL.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+ENDED = ("Connection closed", "Connection reset", "Broken pipe", "remote process exited")
+SILENT = ("Connection timed out", "Timed out waiting")
 
 
 def run_program(
@@ -89,6 +93,32 @@ def notebook_process(command: list[str]) -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environ)
         sys.argv = typed
+
+
+@contextmanager
+def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
+    """Turn two kinds of failure in this context into an error of one line.
+    Raises UsageError if memory ran out, or if another process ended or does not answer."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        sentences = text.split(". ")
+        if isinstance(error, MemoryError) or any(part in text for part in OUT_OF_MEMORY):
+            advice = less_memory(args, model_settings.get("use_flash_attn", True))
+            # PyTorch's first three sentences give sizes. The others explain its settings.
+            sizes = ". ".join(sentences[:3]) or "MemoryError"
+            raise UsageError(
+                f"out of memory with --batch_size {args.batch_size} --accumulation_steps "
+                f"{args.accumulation_steps}: {advice} ({sizes})"
+            ) from error
+        if any(part in text for part in ENDED):
+            what = "has ended, see its output"
+        elif any(part in text for part in SILENT):
+            what = "does not answer any more"
+        else:
+            raise
+        raise UsageError(f"another process {what} ({sentences[0]}); use --resume auto") from error
 
 
 def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
@@ -284,3 +314,13 @@ def warnings(run: Run) -> list[str]:
             "--resume needs a folder that all machines see"
         )
     return texts
+
+
+def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
+    """Return advice: the flags that reduce the memory of a run."""
+    ways = ["a smaller --batch_size with larger --accumulation_steps", "a shorter --max_seq_len"]
+    if args.gradient_checkpointing != "blocks":
+        ways.append("--gradient_checkpointing blocks")
+    if not use_flash_attn:
+        ways.append("--use_flash_attn")
+    return f"{', '.join(ways)} need less memory"
