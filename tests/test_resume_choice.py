@@ -12,14 +12,13 @@ import torch
 from common.errors import UsageError
 from model import LMConfig
 from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
-from storage.folder import RunFolder, release_locks
+from storage.folder import RunFolder, lock, release_locks
 from training.arguments import DistillationArguments, TrainingArguments
 from training.engine.launch import Engine
 from training.prepare import shapes_of
 from training.resume import (
     StartingPoint,
     changes_since_stop,
-    claim,
     find_starting_point,
     resumed_arguments,
     run_identity,
@@ -80,14 +79,11 @@ def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path):
     start = find(tmp_path, run_name="first")
     assert (start.folder.path, start.checkpoint, start.step) == (tmp_path / "first", None, 0)
     assert list(tmp_path.iterdir()) == []
-    claim(start)
+    lock(start.folder.lock)
     set_aside(start)
     assert [path.name for path in start.folder.path.iterdir()] == ["lock"]
     with pytest.raises(UsageError, match="in use by process"):
-        claim(start)
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="the run folder cannot be used"):
-        claim(find(tmp_path, run_name="file"))
+        lock(start.folder.lock)
 
 
 def test_a_run_of_another_program_is_refused(tmp_path):

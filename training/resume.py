@@ -18,7 +18,7 @@ from data.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from model import LMConfig, Transformer
 from storage.checkpoint import STATE, newest_undamaged, read_state, run_of
 from storage.find import program_of, run_to_resume
-from storage.folder import RunFolder, lock, read_settings, step_of
+from storage.folder import RunFolder, read_settings, step_of
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine
 
@@ -73,15 +73,6 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
         reason = f"no undamaged checkpoint, {path} is damaged: {problem}"
         raise UsageError(f"--resume {args.resume}: {reason}")
     return StartingPoint(run)
-
-
-def claim(start: StartingPoint) -> None:
-    """Create and lock the run folder. Raises UsageError if it is in use or cannot be created."""
-    try:
-        start.folder.path.mkdir(parents=True, exist_ok=True)
-        lock(start.folder.lock)
-    except OSError as error:
-        raise UsageError(f"the run folder cannot be used: {error}") from error
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:

@@ -19,7 +19,7 @@ from common.numbers import counted, memory
 from data.shards import CONVERSATIONS
 from model import ConfigError, Transformer
 from storage.checkpoint import write_base
-from storage.folder import release_locks
+from storage.folder import lock, release_locks
 from training.arguments import TrainingArguments, parse_arguments
 from training.build import build_model, random_state
 from training.engine.device import (
@@ -36,7 +36,7 @@ from training.interruption import LIVES_ON, SIGNALS, StopRequest, exit_rank
 from training.log import require_trackers
 from training.optimizer import muon_matrices
 from training.prepare import Prepared, prepare
-from training.resume import changes_since_stop, claim, set_aside, write_settings
+from training.resume import changes_since_stop, set_aside, write_settings
 from training.run import Run
 from training.teacher import Teacher
 
@@ -172,7 +172,7 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
     """Build the model, load weights, print the start block; return None if the run is finished.
     Every process must call it. Raises UsageError or ConfigError if the run cannot be trained."""
     args, start, train_set = prepared.args, prepared.start, prepared.train_set
-    on_main_process(engine, partial(claim, start))
+    on_main_process(engine, partial(lock, start.folder.lock))
     engine.set_accumulation(args.accumulation_steps)
     finished = start.step >= prepared.total_steps
     if finished and on_main_process(engine, start.folder.weights.exists):
