@@ -30,7 +30,7 @@ def start_run(flags: list[str]) -> Run:
     Args:
         flags: of the training script.
 
-    Raises UsageError, ConfigError or DataError if the flags or the data are invalid.
+    Raises UsageError or ConfigError if the flags or the data are invalid.
     """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         run = set_up(*parse_arguments(["--out_dir", folder, *QUIET.split(), *flags]))

@@ -10,18 +10,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from common.errors import UsageError
 from common.numbers import counted
-from data.errors import DataError, NothingFitsError
 from data.order import MicroBatchSampler
 from data.shards import ANSWER_DTYPE, CONVERSATIONS, TEXT, read_description
 from data.tokenizer import tokenizer_in
 from model import IGNORE_INDEX
 
 
+class NothingFitsError(UsageError):
+    """A split has no sample of the requested length."""
+
+
 class TokenStream(Dataset):
     """The shards of one split as one stream of tokens.
     All shards are memory-mapped from the start, so the folder may be deleted during a run. Raises
-    DataError if the folder is damaged or holds another kind of data."""
+    UsageError if the folder is damaged or holds another kind of data."""
 
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
@@ -33,7 +37,7 @@ class TokenStream(Dataset):
         self.seq_len = seq_len
         self.description = read_description(folder, self.kind)
         if (kind := self.description["kind"]) != self.kind:
-            raise DataError(f"{folder} holds {kind}, not {self.kind}")
+            raise UsageError(f"{folder} holds {kind}, not {self.kind}")
         self._part = part = self.description["splits"][split]
         self.n_tokens = part["tokens"]
         self.bytes_per_token = part["bytes"] / max(1, part.get("answers", part)["tokens"])
@@ -71,7 +75,7 @@ class TokenStream(Dataset):
         tokens = np.concatenate(parts)
         if (largest := tokens.max()) >= self.vocab_size:
             limit = f"token id {largest} is outside the vocabulary of {self.vocab_size}"
-            raise DataError(f"{self.folder}: damaged, prepare the data again: {limit}")
+            raise UsageError(f"{self.folder}: damaged, prepare the data again: {limit}")
         return torch.from_numpy(tokens.astype(np.int64))
 
 
@@ -93,7 +97,7 @@ class PackedDataset(TokenStream):
         return max(0, self.n_tokens - 1) // self.seq_len
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64 (seq_len,). Raises DataError if data are damaged."""
+        """Return (tokens, targets), both int64 (seq_len,). Raises UsageError for damaged data."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         window = self._read(i * self.seq_len, self.seq_len + 1)
@@ -124,7 +128,7 @@ class ConversationSet(TokenStream):
         begin, answer, end = self._answers.T
         valid = (begin >= 0) & (begin < answer) & (answer < end) & (end <= self.n_tokens)
         if not valid.all():
-            raise DataError(f"{folder}: damaged answers in {split}; prepare the data again")
+            raise UsageError(f"{folder}: damaged answers in {split}; prepare the data again")
         # Row i has the answers _first[i] : _end[i], all of which fit into seq_len targets.
         fitting = np.flatnonzero(end - begin <= seq_len + 1)
         begins, rows, n_answers = np.unique(begin[fitting], return_index=True, return_counts=True)
@@ -149,7 +153,7 @@ class ConversationSet(TokenStream):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         """Return (tokens, targets), both int64 (lengths[i],).
-        Targets outside of answers are IGNORE_INDEX. Raises DataError if the data are damaged."""
+        Targets outside of answers are IGNORE_INDEX. Raises UsageError if the data are damaged."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         answers = self._answers[self._first[i] : self._end[i]]

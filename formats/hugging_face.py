@@ -318,7 +318,7 @@ def write_model(
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
     """Write tokenizer.json and its settings for transformers. `chat` adds the chat template.
-    Raises DataError if no tokenizer.json can give equal ids."""
+    Raises UsageError if no tokenizer.json can give equal ids."""
     if isinstance(tokenizer, JsonTokenizer):
         content = Path(tokenizer.path).read_text(encoding="utf-8")
         written = without_escapes(content) if chat else content

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from common.errors import UsageError
 from data.chat_template import TEMPLATE_FILE
-from data.errors import DataError
 from data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from formats import portable
 from formats.hugging_face import read_llama_config, read_llama_weights
@@ -130,7 +129,7 @@ def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
     pieces, size = trained.tokenizer.vocab_size, trained.model.config.vocab_size
     if pieces > size:
-        raise DataError(f"{folder.tokenizer} has {pieces} pieces, the model has only {size}")
+        raise UsageError(f"{folder.tokenizer} has {pieces} pieces, the model has only {size}")
     return trained
 
 

@@ -9,8 +9,14 @@ import pytest
 import torch
 from test_dataset import make_folder
 
-from data.dataset import ConversationSet, PackedDataset, endless_batches, padded_length
-from data.errors import DataError, NothingFitsError
+from common.errors import UsageError
+from data.dataset import (
+    ConversationSet,
+    NothingFitsError,
+    PackedDataset,
+    endless_batches,
+    padded_length,
+)
 from data.order import LengthSampler
 from data.shards import ShardWriter, token_dtype
 from model import IGNORE_INDEX
@@ -97,9 +103,9 @@ def test_no_answer_within_the_context_is_refused(tmp_path):
 def test_data_of_the_other_kind_is_refused(tmp_path):
     chats = make_set(tmp_path / "c", many())
     text = make_folder(tmp_path / "t", [np.arange(40)], VOCAB_SIZE)
-    with pytest.raises(DataError, match=f"{chats} holds conversations"):
+    with pytest.raises(UsageError, match=f"{chats} holds conversations"):
         PackedDataset(chats, "train", 8)
-    with pytest.raises(DataError, match=f"{text} holds text"):
+    with pytest.raises(UsageError, match=f"{text} holds text"):
         ConversationSet(text, "train", 8)
 
 
@@ -172,5 +178,5 @@ def test_damaged_answers_are_refused_in_one_line(tmp_path, damage):
     path.unlink()
     if damage in damaged:
         path.write_bytes(np.ascontiguousarray(damaged[damage]).tobytes())
-    with pytest.raises(DataError, match=re.escape(str(folder)) + ".*prepare the data again"):
+    with pytest.raises(UsageError, match=re.escape(str(folder)) + ".*prepare the data again"):
         ConversationSet(folder, "train", 40)

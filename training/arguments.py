@@ -233,7 +233,7 @@ class DistillationArguments(TrainingArguments):
 
     @property
     def dataset(self) -> type[TokenStream]:
-        """The class that reads --data. Raises DataError if --data is missing or damaged."""
+        """The class that reads --data. Raises UsageError if --data is missing or damaged."""
         kinds = {PackedDataset.kind: PackedDataset, ConversationSet.kind: ConversationSet}
         return kinds[read_description(self.data)["kind"]]
 

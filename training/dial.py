@@ -56,7 +56,7 @@ def step_seconds(
     """Run a training program in this process and return its median step time in seconds. The
     steps are real; the run folder is deleted. `threads`: CPU threads, None for torch's default.
 
-    Raises UsageError, ConfigError or DataError if the flags cannot work."""
+    Raises UsageError or ConfigError if the flags cannot work."""
     flags = flags | QUIET | {"compile": "on" if compiled else "off"}
     with (
         notebook_process([kind.program]),

@@ -62,7 +62,7 @@ def check_launch(
     kind: type[TrainingArguments] = TrainingArguments,
 ) -> tuple[Prepared, dict | None]:
     """Prepare a run in this process alone; return it and DeepSpeed's configuration, if any.
-    Raises UsageError, ConfigError or DataError if the launch cannot work."""
+    Raises UsageError or ConfigError if the launch cannot work."""
     args, model_settings = as_arguments(dict(flags), kind)
     require_trackers(args.trackers)
     require_usable_gpu()
@@ -104,8 +104,8 @@ def as_words(flags: dict[str, Any]) -> list[str]:
 
 
 def main(words: list[str]) -> list[str]:
-    """Return the launcher's arguments. Raises UsageError, ConfigError or DataError if the launch
-    cannot work."""
+    """Return the launcher's arguments. Raises UsageError or ConfigError if the launch cannot
+    work."""
     request = Request(os.environ, words)
     begun = time.time()
     words = [*request.data_flags(), *words]

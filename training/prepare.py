@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ReportedError, UsageError
-from data.dataset import TokenStream
-from data.errors import NothingFitsError
+from data.dataset import NothingFitsError, TokenStream
 from data.prepared import conversations_out
 from model import LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES

@@ -122,8 +122,8 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
 
 
 def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
-    """Return a run that is ready to train, or None if it is finished. Raises UsageError,
-    ConfigError or DataError if the run cannot be trained."""
+    """Return a run that is ready to train, or None if it is finished. Raises UsageError or
+    ConfigError if the run cannot be trained."""
     return next(iter(set_up_together([(args, model_settings)])), None)
 
 

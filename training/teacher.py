@@ -10,7 +10,6 @@ from torch import Tensor
 
 from common.errors import UsageError
 from data.dataset import TokenStream
-from data.errors import DataError
 from data.tokenizer import tokenizer_hash
 from model import Transformer
 from storage.weights import WeightsFolder
@@ -23,7 +22,7 @@ from training.engine.zero_inference import ZeroInference
 
 
 def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
-    """Raise DataError if the tokenizers of the model and the data differ. A model without a
+    """Raise UsageError if the tokenizers of the model and the data differ. A model without a
     tokenizer file must have the vocabulary size of the data."""
     size = source.config().vocab_size
     same, flag = data.vocab_size == size, "the model's tokenizer"
@@ -31,7 +30,7 @@ def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
         same = tokenizer_hash(source.tokenizer) == data.description["tokenizer_sha256"]
         flag = f"--tokenizer {source.tokenizer}"
     if not same or data.vocab_size > size:
-        raise DataError(
+        raise UsageError(
             f"{data.folder}, vocabulary {data.vocab_size}, has another tokenizer than the model in "
             f"{source.path}, vocabulary {size}: prepare the {data.kind} anew with {flag}"
         )
@@ -67,8 +66,8 @@ class TeacherWeights:
         return TeacherInMemory(self.shapes, kind_of(self.zero.config) if self.zero else DDP)
 
     def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
-        """Raise UsageError or DataError if the teacher cannot read the student's batches, or cannot
-        be divided because there is no launcher. `engine` is None before a launch."""
+        """Raise UsageError if the teacher cannot read the student's batches, or cannot be divided
+        because there is no launcher. `engine` is None before a launch."""
         if self.zero and engine and not torch.distributed.is_initialized():
             raise UsageError("--teacher_config needs a launcher, such as accelerate launch")
         if not self.source.tokenizer.is_file():
