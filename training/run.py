@@ -13,7 +13,7 @@ from common.errors import UsageError
 from data.dataset import TokenStream, endless_batches
 from data.order import LengthSampler, MicroBatchSampler
 from model import IGNORE_INDEX
-from model.experts import ROUTING, load_balance
+from model.experts import load_balance
 from training.arguments import TrainingArguments
 from training.build import BuiltModel
 from training.checkpointing import Checkpointer, load_checkpoint
@@ -97,17 +97,7 @@ class Run:
         self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
         self._batches = step_batches(train_set, args, engine, start.step)
-        self.log = TrainingLog(
-            accelerator=self.accelerator,
-            folder=self.folder,
-            args=args,
-            tokens_per_step=self.samples_per_step * train_set.tokens_per_sample,
-            flops_per_token=prepared.flops_per_token,
-            total_steps=self.total_steps,
-            first_step=self.first_step,
-            logged=(*args.logged, *(ROUTING if prepared.config.use_moe else ())),
-            name=self.name,
-        )
+        self.log = TrainingLog(prepared, self.accelerator, self.name)
         if start.checkpoint:
             load_checkpoint(start.checkpoint, engine, self.built.state, self.log.meter)
         self.profiler = StepProfiler(self.accelerator, self.model, self.folder.profile, args)
