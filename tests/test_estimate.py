@@ -15,13 +15,11 @@ from training.engine.estimate import (
     LARGEST_BATCH,
     MARGIN,
     OVERHEAD,
-    TeacherInMemory,
     Workload,
     can_coalesce,
     engines,
     estimate,
     fits,
-    kind_of,
     largest_batch,
 )
 
@@ -86,11 +84,12 @@ def test_muon_and_adapters_need_less_memory_and_a_teacher_needs_more():
     assert estimate(DDP, plain_moe).held - estimate(DDP, muon).held == 4 * matrices
     lora = workload(device=CPU, lora=LoRA(4, 8.0, "layers", True))
     assert estimate(DDP, lora).held == 2 * plain.total + 16 * lora.trained
-    zero3 = kind_of({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
-    whole = estimate(DDP, replace(plain, teacher=TeacherInMemory(plain.shapes, DDP)))
-    assert whole.teacher == 2 * plain.total
-    on_gpu = workload(processes=2, teacher=TeacherInMemory(plain.shapes, zero3))
-    assert estimate(DDP, on_gpu).teacher == 0
+    whole = estimate(DDP, replace(plain, teacher=plain.shapes))
+    assert whole.held - estimate(DDP, plain).held == 2 * plain.total
+    zero3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    alone = workload(processes=2)
+    on_gpu = replace(alone, teacher=plain.shapes, teacher_config=zero3)
+    assert estimate(DDP, on_gpu).held == estimate(DDP, alone).held
     assert estimate(DDP, on_gpu).ram == plain.total
 
 

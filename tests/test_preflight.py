@@ -212,7 +212,7 @@ def bytes_for(batch_size: int) -> int:
         compiled=False,
     )
     needed = estimate(kind_of(read_config("ds_config.json"), CONFIG.dim), work)
-    return int(needed.held + needed.teacher + needed.working * MARGIN + OVERHEAD) + 1
+    return int(needed.held + needed.working * MARGIN + OVERHEAD) + 1
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,6 @@ def test_without_init_from_the_flags_and_the_data_decide_the_shape(packed):
     found = prepared("--dim 64 --max_seq_len 16", packed)
     assert found.config == LMConfig(dim=64, max_seq_len=16, vocab_size=400)
     assert found.source is None
-    assert found.n_trained == found.shapes.num_parameters()
     assert not (packed / "runs").exists()
 
 

@@ -22,7 +22,7 @@ from train_pretrain_accelerate import main
 from training import start
 from training.arguments import SFTArguments, TrainingArguments
 from training.engine.compilation import Compilation
-from training.engine.estimate import DDP, GIB, MARGIN, OVERHEAD, TeacherInMemory, estimate
+from training.engine.estimate import DDP, GIB, MARGIN, OVERHEAD, estimate
 from training.engine.launch import Engine
 from training.prepare import Prepared, shapes_of
 from training.resume import StartingPoint
@@ -64,7 +64,7 @@ def enough_for(run) -> int:
     device = run.accelerator.device
     needed = estimate(run.engine.kind, run.prepared.workload(2, device, compiled=False))
     margin = 1 if device.type == "cpu" else MARGIN
-    return int(needed.held + needed.teacher + needed.working * margin + OVERHEAD) + 1
+    return int(needed.held + needed.working * margin + OVERHEAD) + 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -91,7 +91,7 @@ def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
 def test_one_gpu_is_told_what_it_would_save_without_an_engine(run_of):
     """Bytes per parameter: ZeRO-2 18, its buckets 4, whole gradients 4; plain 16, bf16 copies 2."""
     run = run_of(device="cuda", args=TrainingArguments(dtype="bfloat16"))
-    kind, n = run.engine.kind, run.prepared.n_trained
+    kind, n = run.engine.kind, run.prepared.shapes.num_parameters()
     for processes, device, engine, saved in (
         (1, "cuda", kind, 4 * n),
         (1, "cuda", replace(kind, coalesces=True), 8 * n),
@@ -108,7 +108,7 @@ def test_one_gpu_is_told_what_it_would_save_without_an_engine(run_of):
 
 def test_the_memory_of_a_teacher_is_counted(run_of):
     shapes = shapes_of(LMConfig(dim=128, n_layers=2), TrainingArguments())
-    teacher = SimpleNamespace(in_memory=TeacherInMemory(shapes, DDP))
+    teacher = SimpleNamespace(shapes=shapes, zero=None)
     needed = enough_for(run_of(teacher=teacher))
     assert needed > enough_for(run_of()) + 2 * shapes.num_parameters()
 

@@ -55,7 +55,8 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
     was_compiled = prepared.start.state.get("compiled")  # a resumed run needs the same kernels
     compilation = decide_compilation(args.compile, was_compiled, prepared.run_flops, engine)
-    engine.fit_to(config.dim, prepared.n_trained)
+    work = prepared.workload(engine.processes, accelerator.device, compilation.on)
+    engine.fit_to(config.dim, work.trained)
     set_up_deepspeed(engine)
     seed_everything(args.seed)  # the same initial weights on every process
     with partitioned_while_built(engine):
@@ -73,7 +74,6 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     # DDP would broadcast this buffer of complex numbers, which NCCL cannot send.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["pos_cis"])
     optimizer = build_optimizer(model, args, engine)
-    work = prepared.workload(engine.processes, accelerator.device, compilation.on)
     # The size of a GPU, not its free memory, so that a resumed run reduces in the same way.
     size = sys.maxsize if work.on_cpu else torch.cuda.mem_get_info(accelerator.device)[1]
     engine.coalesces = can_coalesce(engine.kind, work, size)

@@ -29,7 +29,7 @@ from training.engine.device import (
     device_name,
     matrix_precision,
 )
-from training.engine.estimate import DDP, Kind, Workload, estimate, fits
+from training.engine.estimate import DDP, Kind, Workload, estimate, fits, kind_of
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
 from training.interruption import LIVES_ON, SIGNALS, StopRequest, exit_rank
@@ -222,7 +222,7 @@ def start_block(run: Run) -> str:
         precision += ", gradients added up in 16 bits too"
     teacher = None
     if found := prepared.teacher:
-        divided = found.in_memory.kind.name if found.zero else "whole on each process"
+        divided = kind_of(found.zero).name if found.zero else "whole on each process"
         teacher = (
             f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}, "
             f"{run.teacher.held / 1e6:,.1f} MB of weights per process"
@@ -242,7 +242,7 @@ def start_block(run: Run) -> str:
         "parameters": _parameters(prepared.shapes),
         "adapters": lora
         and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
-        f"{prepared.n_trained:,} parameters are trained"
+        f"{work.trained:,} parameters are trained"
         + (", no experts" if prepared.config.use_moe else ""),
         "optimizer": optimizer,
         "data": f"{args.data}: {read}",

@@ -11,14 +11,14 @@ from torch import Tensor
 from common.errors import UsageError
 from data.dataset import TokenStream
 from data.tokenizer import tokenizer_hash
-from model import Transformer
+from formats.portable import without_memory
+from model import LMConfig, Transformer
 from storage.weights import WeightsFolder
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import read_config
-from training.engine.estimate import DDP, TeacherInMemory, kind_of
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
-from training.engine.zero_inference import ZeroInference
+from training.engine.zero_inference import inference_config, load_divided
 
 
 def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
@@ -42,7 +42,7 @@ class TeacherWeights:
 
     source: WeightsFolder
     shapes: Transformer  # on the meta device
-    zero: ZeroInference | None  # None: every process holds the whole teacher
+    zero: dict | None  # configuration of ZeRO-3; None: every process holds the whole teacher
 
     @classmethod
     def find(cls, args: TrainingArguments) -> "TeacherWeights":
@@ -56,14 +56,14 @@ class TeacherWeights:
                 raise UsageError(f"{path}: a teacher is divided by ZeRO stage 3, not {stage!r}")
             # With True, DeepSpeed replaces PyTorch's linear function, for the student too.
             config["zero_optimization"]["memory_efficient_linear"] = False
-            zero = ZeroInference.of_config(config, path, args.dtype)
-        with torch.device("meta"):
-            return cls(source, Transformer(source.config()), zero)
+            zero = inference_config(config, path, args.dtype)
+        return cls(source, without_memory(source.config()), zero)
 
     @property
-    def in_memory(self) -> TeacherInMemory:
-        """The teacher as an input of the memory estimate."""
-        return TeacherInMemory(self.shapes, kind_of(self.zero.config) if self.zero else DDP)
+    def training_length(self) -> int:
+        """Default of the student's max_seq_len. A foreign context may be too long to train with."""
+        length = self.shapes.config.max_seq_len
+        return min(length, LMConfig.max_seq_len) if self.source.is_foreign else length
 
     def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
         """Raise UsageError if the teacher cannot read the student's batches, or cannot be divided
@@ -86,7 +86,7 @@ class Teacher:
     def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):
         self.found, self.vocab_size = found, vocab_size
         if found.zero:
-            model = found.zero.load(found.source)
+            model = load_divided(found.zero, found.source)
         else:
             model = on_every_process(engine, found.source.load)
             model.to(engine.accelerator.device, getattr(torch, dtype))

@@ -95,13 +95,6 @@ def engines(dim: int) -> tuple[Kind, ...]:
     return DDP, *(replace(kind_of(config, dim), config=name) for name, config in found)
 
 
-class TeacherInMemory(NamedTuple):
-    """A distillation teacher, which is in memory together with its student."""
-
-    shapes: Transformer  # on the meta device
-    kind: Kind  # the engine of the teacher; its weights are divided only at stage 3
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """The model and the settings of one optimizer step of a process."""
@@ -111,7 +104,8 @@ class Workload:
     processes: int
     device: torch.device  # where the process trains; this machine need not have such a device
     compiled: bool
-    teacher: TeacherInMemory | None = None
+    teacher: Transformer | None = None  # of distillation, on the meta device
+    teacher_config: dict | None = None  # of ZeRO-3, if it divides the teacher
 
     @property
     def config(self) -> LMConfig:
@@ -138,10 +132,9 @@ class Workload:
 
 
 class Estimate(NamedTuple):
-    """Bytes of one process. Held, teacher and working are on its GPU, or in RAM without a GPU."""
+    """Bytes of one process. Held and working are on its GPU, or in RAM without a GPU."""
 
-    held: int  # weights, gradients and optimizer state
-    teacher: int  # weights of a distillation teacher
+    held: int  # weights, gradients and optimizer state, and the weights of a teacher
     working: int  # the peak of activations, logits and buffers
     ram: int  # offloaded to RAM
     nvme: int  # offloaded to NVMe
@@ -149,7 +142,7 @@ class Estimate(NamedTuple):
 
     @property
     def peak(self) -> int:
-        return self.held + self.teacher + self.working
+        return self.held + self.working
 
 
 def estimate(kind: Kind, work: Workload) -> Estimate:
@@ -175,17 +168,15 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
         places[kind.optimizer_on] += 4 * t * share  # fp32 gradients for the optimizer
     if kind.parameters_on == NVME:
         places[CPU] += h * NVME_BUFFERS
-    held = places[GPU]
     working = _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
-        shapes, teacher_kind = work.teacher
-        if teacher_kind.stage == 3:
-            working += h * _gathered(teacher_kind, shapes)
-        place = GPU if work.on_cpu else teacher_kind.parameters_on
-        places[place] += h * shapes.num_parameters() * (share if teacher_kind.stage == 3 else 1)
+        engine = kind_of(work.teacher_config)
+        if engine.stage == 3:
+            working += h * _gathered(engine, work.teacher)
+        place = GPU if work.on_cpu else engine.parameters_on
+        places[place] += h * work.teacher.num_parameters() * (share if engine.stage == 3 else 1)
     return Estimate(
-        held=int(held),
-        teacher=int(places[GPU] - held),
+        held=int(places[GPU]),
         working=int(working),
         ram=int(places[CPU]),
         nvme=int(places[NVME]),
@@ -284,7 +275,7 @@ def fits(kind: Kind, work: Workload, memory: int) -> bool:
     """Return whether a process needs at most `memory` bytes, including a margin on a GPU."""
     expected = estimate(kind, work)
     working = expected.working * (1 if work.on_cpu else MARGIN)
-    return expected.held + expected.teacher + working + OVERHEAD <= memory
+    return expected.held + working + OVERHEAD <= memory
 
 
 def can_coalesce(kind: Kind, work: Workload, memory: int) -> bool:
