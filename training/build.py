@@ -1,4 +1,4 @@
-"""Build the model and the optimizer for an engine, and seed the random generators."""
+"""Build the model and the optimizer for an engine, and seed torch's random generators."""
 
 import sys
 from dataclasses import dataclass
@@ -24,11 +24,6 @@ class BuiltModel:
     model: nn.Module  # model and optimizer as `accelerator.prepare` returned them
     optimizer: torch.optim.Optimizer
     state: TrainingState  # saves and loads weights and optimizer state
-
-
-def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed torch's generators (training uses no others) with a number that depends on `rank`."""
-    torch.manual_seed(seed + 1000003 * rank)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -58,7 +53,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     work = prepared.workload(engine.processes, accelerator.device, compilation.on)
     engine.fit_to(config.dim, work.trained)
     set_up_deepspeed(engine)
-    seed_everything(args.seed)  # the same initial weights on every process
+    torch.manual_seed(args.seed)  # the same initial weights on every process
     with partitioned_while_built(engine):
         model = Transformer(config)
         args.adapt(model)  # adds the adapters of LoRA, if any
@@ -86,5 +81,5 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     if engine.coalesces and engine.kind.fp32_sums:
         optimizer.optimizer.use_grad_accum_attribute = True  # else 16-bit gradients are added up
     set_muon_layout(model, engine)
-    seed_everything(args.seed, rank=accelerator.process_index)  # different dropout on each rank
+    torch.manual_seed(args.seed + 1000003 * accelerator.process_index)  # other dropout on each rank
     return BuiltModel(compilation, model, optimizer, TrainingState(engine, model, optimizer))
