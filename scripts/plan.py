@@ -61,7 +61,7 @@ def describe(options: dict) -> str:
     device = torch.device("cuda" if plan.gpu_memory or has_gpu else "cpu")
     name = plan.device or (torch.cuda.get_device_name() if has_gpu else "this device")
     peak = peak_flops(name, "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32"))
-    limit = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes) or 0  # bytes
+    limit = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes)
     shapes = without_memory(LMConfig(**model_settings, vocab_size=plan.vocab_size))
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
     step = args.global_batch(processes) * seq_len  # tokens

@@ -154,14 +154,15 @@ def test_memory_limits_of_all_control_groups_above_the_process_count(tmp_path, m
     files = {job / "step_0/memory.max": "max\n", job / "memory.max": "3000000\n"}
     files |= {job / "memory.stat": "file 9\nanon 1000000\n"}
     files |= {tmp_path / "proc/self/cgroup": "1:name=x:/y\n0::/slurm/job_7/step_0\n"}
-    files |= {tmp_path / "proc/meminfo": "MemFree: 1 kB\nMemAvailable: 9000000 kB\n"}
-    files |= {tmp_path / "proc/self/statm": "100 0 0"}
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9_000_000_000))
+    used = SimpleNamespace(rss=500, shared=200)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: used))
     monkeypatch.setattr(device, "Path", lambda root, *more: Path(tmp_path, root[1:], *more))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert available_memory(CPU, 2) == 1_000_000
+    assert available_memory(CPU, 2) == 1_000_300
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Set up a training program: from the command line to a `Run` that is ready to train."""
 
-import math
 import os
 import signal
 import sys
@@ -287,8 +286,7 @@ def warnings(run: Run) -> list[str]:
     """Return the warnings to print before the first step. Every process must call it."""
     args, prepared, engine, device = run.args, run.prepared, run.engine, run.accelerator.device
     work = prepared.workload(engine.processes, device, run.built.compilation.on)
-    free = available_memory(device, engine.processes)
-    free = math.inf if free is None else -engine.largest(-free)  # the smallest of all processes
+    free = -engine.largest(-available_memory(device, engine.processes))  # the smallest of all
     texts = []
     if device.type == "cpu" and args.dtype == "bfloat16" and cpu_emulates_bf16():
         texts.append("WARNING: this CPU emulates bf16: --dtype float32 is many times faster")
