@@ -72,7 +72,7 @@ def describe(options: dict) -> str:
     work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=compiled)
     hours = f"{flops / (peak * plan.mfu * processes) / 3600:.3g}" if peak else "?"
     rows, advice = [], ""
-    for kind in engines(work.config.dim):
+    for kind in engines():
         if args.optimizer == "muon" and not kind.takes_muon:
             continue
         coalesces = can_coalesce(kind, work, limit)

@@ -211,7 +211,7 @@ def bytes_for(batch_size: int) -> int:
         device=torch.device("cuda"),
         compiled=False,
     )
-    needed = estimate(kind_of(read_config("ds_config.json"), CONFIG.dim), work)
+    needed = estimate(kind_of(read_config("ds_config.json")), work)
     return int(needed.held + needed.working * MARGIN + OVERHEAD) + 1
 
 
@@ -353,7 +353,7 @@ def test_every_stage_measures_real_steps(
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])
 def test_engines_that_support_muon_get_muon(name, flags, monkeypatch):
     pretend(monkeypatch, seconds=1)
-    kind = next(kind for kind in engines(dim=192) if kind.config == name)
+    kind = next(kind for kind in engines() if kind.config == name)
     made = dial_of([*flags, "--max_steps", "9"], monkeypatch, config=f"configs/{name}.yaml")
     assert made.flags()["optimizer"] == ("muon" if kind.takes_muon else "adamw")
     typed = [*flags, "--max_steps", "9", "--optimizer", "adamw"]

@@ -141,7 +141,7 @@ class Dial:
         self.started = psutil.Process().create_time()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.minutes = request.minutes or MINUTES[self.device.type]
-        self.kind = kind_of(deepspeed, prepared.config.dim)
+        self.kind = kind_of(deepspeed)
         self.muon = self.kind.takes_muon and typed.get("optimizer") != "adamw"
         self.fixed = prepared.source is not None  # existing weights decide the shape
         self.talks = prepared.args.dataset.kind == CONVERSATIONS

@@ -18,7 +18,7 @@ import torch
 from model import LMConfig, Transformer
 from model.loss import tokens_at_once
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import BY_WIDTH, offload_device, read_config
+from training.engine.deepspeed_config import offload_device, read_config
 from training.engine.device import GIB
 
 GPU, CPU, NVME = "gpu", "cpu", "nvme"  # where tensors can be
@@ -67,32 +67,28 @@ class Kind:
 DDP = Kind("ddp")
 
 
-def kind_of(config: dict | None, dim: int = 0) -> Kind:
-    """Return the engine of a DeepSpeed configuration, or DDP if `config` is None.
-    `dim` is the model's width, which decides the size of a bucket that is "auto"."""
+def kind_of(config: dict | None) -> Kind:
+    """Return the engine of a DeepSpeed configuration, or DDP if `config` is None."""
     if config is None:
         return DDP
     zero = config["zero_optimization"]
-    bucket = zero.get("reduce_bucket_size", Kind.reduce_bucket)
-    if bucket == "auto":
-        bucket = BY_WIDTH["reduce_bucket_size"](dim)
     sums = (config.get("data_types") or {}).get("grad_accum_dtype")
     return Kind(
         stage=zero["stage"],
         optimizer_on=offload_device(config, "optimizer") or GPU,
         parameters_on=offload_device(config, "param") or GPU,
         fp32_sums=sums in ("fp32", "float32"),
-        reduce_bucket=int(bucket),
+        reduce_bucket=int(zero.get("reduce_bucket_size", Kind.reduce_bucket)),
         reuse_distance=int(zero.get("stage3_max_reuse_distance", Kind.reuse_distance)),
     )
 
 
 @cache
-def engines(dim: int) -> tuple[Kind, ...]:
-    """Return DDP and the engines of FILES, for a model of width `dim`."""
+def engines() -> tuple[Kind, ...]:
+    """Return DDP and the engines of FILES."""
     root = Path(__file__).parents[2]  # the repository
     found = ((name, read_config(str(root / file))) for name, file in FILES.items())
-    return DDP, *(replace(kind_of(config, dim), config=name) for name, config in found)
+    return DDP, *(replace(kind_of(config), config=name) for name, config in found)
 
 
 @dataclass(frozen=True, kw_only=True)
