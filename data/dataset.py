@@ -1,18 +1,16 @@
 """PyTorch datasets of prepared data, and a loader of micro-batches."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from common.errors import UsageError
 from common.numbers import counted
-from data.order import MicroBatchSampler
 from data.shards import ANSWER_DTYPE, CONVERSATIONS, TEXT, read_description
 from data.tokenizer import tokenizer_in
 from model import IGNORE_INDEX
@@ -187,21 +185,3 @@ def padded_length(longest: int, seq_len: int, on_gpu: bool) -> int:
         multiple = max(8, min(64, seq_len // 16))
         length = -(-longest // multiple) * multiple
     return min(length, seq_len)
-
-
-def endless_batches(
-    dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, on_gpu: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tokens, targets) forever, both (batch_size, seq_len), or padded by `collate`.
-    num_workers processes read in advance. With 0, this process reads. `on_gpu`: for a GPU."""
-    collate = getattr(dataset, "collate", None)
-    # The loader draws a seed. A draw from the global generator would change the dropout masks.
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=num_workers,
-        pin_memory=on_gpu,
-        generator=torch.Generator(),
-        collate_fn=collate and partial(collate, on_gpu=on_gpu),
-    )
-    yield from loader

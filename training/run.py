@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from common.errors import UsageError
-from data.dataset import TokenStream, endless_batches
+from data.dataset import TokenStream
 from data.order import LengthSampler, MicroBatchSampler
 from model import IGNORE_INDEX
 from model.experts import load_balance
@@ -56,7 +58,17 @@ def step_batches(
         seed=args.seed,
         start=start_step * global_batch,  # in sequences
     )
-    source = endless_batches(train_set, order, args.num_workers, on_gpu=device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    collate = getattr(train_set, "collate", None)
+    loader = DataLoader(
+        train_set,
+        batch_sampler=order,
+        num_workers=args.num_workers,
+        collate_fn=collate and partial(collate, on_gpu=on_gpu),
+        pin_memory=on_gpu,
+        generator=torch.Generator(),  # by default it would share dropout's generator
+    )
+    source = iter(loader)
 
     def read() -> MicroBatch:
         tokens, targets = next(source)
