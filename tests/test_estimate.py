@@ -35,7 +35,7 @@ def workload(
     with torch.device("meta"):
         shapes = Transformer(LMConfig(**SHAPE | (shape or {})))
         if lora:
-            add_lora(shapes, **vars(lora))
+            add_lora(shapes, lora)
     return Workload(
         args=TrainingArguments(**{"dtype": "bfloat16", "batch_size": 3} | args),
         shapes=shapes,

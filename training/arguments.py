@@ -17,7 +17,7 @@ from data.dataset import ConversationSet, PackedDataset, TokenStream
 from data.shards import read_description
 from model import Transformer
 from model.config import LMConfig, setting
-from model.lora import add_lora
+from model.lora import LoRA, add_lora
 from model.recompute import RECOMPUTE
 from storage.find import DISTILLATION, PRETRAINING
 
@@ -200,8 +200,8 @@ class SFTArguments(TrainingArguments):
         """Add adapters if --lora_dim is given. Raises ConfigError if they do not fit the model."""
         if self.lora_dim is None:
             return
-        name, only = self.lora_module_name, self.only_optimize_lora
-        add_lora(model, dim=self.lora_dim, alpha=self.lora_alpha, module_name=name, only_lora=only)
+        only = self.only_optimize_lora
+        add_lora(model, LoRA(self.lora_dim, self.lora_alpha, self.lora_module_name, only))
 
 
 @dataclass

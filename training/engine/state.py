@@ -114,7 +114,7 @@ class TrainingState:
             with torch.device("meta"):
                 shapes = Transformer(self.model.config)
                 if self.model.lora:
-                    add_lora(shapes, **vars(self.model.lora))
+                    add_lora(shapes, self.model.lora)
             require_fit(shapes, weights, source)
             for name, parameter in self._frozen():
                 with gathered(parameter, writes=True):
