@@ -1,12 +1,14 @@
 """PyTorch datasets of prepared data, and a loader of micro-batches."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from common.errors import UsageError
@@ -163,16 +165,18 @@ class ConversationSet(TokenStream):
         return row[:-1], targets[1:]
 
     def collate(self, rows: list[tuple], on_gpu: bool = False) -> tuple[Tensor, Tensor]:
-        """Pad rows of (tokens, targets) at their ends to `padded_length`. Return both as tensors of
-        shape (rows, length). Padded targets are IGNORE_INDEX."""
-        longest = max(len(tokens) for tokens, _ in rows)
-        length = padded_length(longest, self.seq_len, on_gpu)
-        all_tokens = torch.zeros(len(rows), length, dtype=torch.int64)
-        all_targets = torch.full((len(rows), length), IGNORE_INDEX)
-        for i, (tokens, targets) in enumerate(rows):
-            all_tokens[i, : len(tokens)] = tokens
-            all_targets[i, : len(targets)] = targets
-        return all_tokens, all_targets
+        """Call `pad`, and pad further to `padded_length`."""
+        tokens, targets = pad(rows)
+        longest = tokens.shape[1]
+        more = (0, padded_length(longest, self.seq_len, on_gpu) - longest)  # at the end of a row
+        return F.pad(tokens, more), F.pad(targets, more, value=IGNORE_INDEX)
+
+
+def pad(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Pad rows of (tokens, targets) at their ends to the longest row; both become (rows, length).
+    Padded targets are IGNORE_INDEX. Causal attention ignores padding at the end."""
+    tokens, targets = zip(*rows, strict=True)
+    return pad_sequence(tokens, True), pad_sequence(targets, True, IGNORE_INDEX)
 
 
 def padded_length(longest: int, seq_len: int, on_gpu: bool) -> int:
