@@ -82,7 +82,8 @@ def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingA
         base = start.folder.base
         args = replace(args, init_from=str(base if base.exists() else start.checkpoint))
     if start.checkpoint and args.teacher == "auto":
-        args = replace(args, teacher=saved_arguments(start.folder).get("teacher", "auto"))
+        saved = read_settings(start.folder.settings).get("arguments", {})
+        args = replace(args, teacher=saved.get("teacher", "auto"))
     return args
 
 
@@ -163,19 +164,13 @@ def write_settings(
         run.template.write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
 
 
-def saved_arguments(run: RunFolder) -> dict:
-    """Return the training flags in settings.json; {} if the file is missing or unreadable."""
-    arguments = read_settings(run.settings).get("arguments")
-    return arguments if isinstance(arguments, dict) else {}
-
-
 def changes_since_stop(
     start: StartingPoint, args: TrainingArguments, config: LMConfig, engine: Engine
 ) -> list[str]:
     """Return a line for each value (flag, engine, processes) that differs from a resumed run's
     settings.json, which still describes the previous launch."""
     settings = read_settings(start.folder.settings)
-    old_flags = saved_arguments(start.folder) | settings.get("model", {})
+    old_flags = settings.get("arguments", {}) | settings.get("model", {})
     new_flags = vars(args) | config.to_dict()
     before = settings | {f"--{name}": value for name, value in old_flags.items()}
     now = {f"--{name}": value for name, value in new_flags.items()}

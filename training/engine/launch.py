@@ -15,7 +15,6 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from torch import nn
 from torch.distributed import ProcessGroup, ReduceOp
 
 from common.errors import UsageError
@@ -258,11 +257,6 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     except (ValueError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"Accelerate rejects {source}: {reason}") from error
-
-
-def plain_module(model: nn.Module) -> nn.Module:
-    """Return the model without its wrapper. Accelerate's function would import DeepSpeed."""
-    return getattr(model, "module", model)
 
 
 def skip_compiled_communication() -> None:

@@ -9,7 +9,7 @@ from formats.portable import load_weights, require_fit
 from model import Transformer
 from model.config import ConfigError
 from model.lora import add_lora, merged_weights
-from training.engine.launch import Engine, plain_module
+from training.engine.launch import Engine
 from training.engine.partition import gathered, partitions, shape_of
 
 
@@ -46,7 +46,7 @@ class TrainingState:
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
         self.accelerator = engine.accelerator
         self.divides_model = engine.divides_model
-        self.model = plain_module(model)
+        self.model = getattr(model, "module", model)  # without the wrapper of DDP or DeepSpeed
         # `zero` is DeepSpeed's wrapper, which divides the weights; `optimizer` is inside it.
         self.zero = model.optimizer if engine.deepspeed is not None else None
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
