@@ -80,9 +80,7 @@ def checkpointer_of(
         config=CONFIG,
         identity=IDENTITY,
     )
-    compilation = SimpleNamespace(on=True)
-    built = SimpleNamespace(state=FakeState(value), compilation=compilation)
-    return Checkpointer(prepared, engine, built, log)
+    return Checkpointer(prepared, engine, FakeState(value), compiled=True, log=log)
 
 
 def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> list[str]:

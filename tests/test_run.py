@@ -12,7 +12,6 @@ from data.dataset import PackedDataset
 from model import IGNORE_INDEX, LMConfig
 from storage.folder import RunFolder
 from training.arguments import TrainingArguments
-from training.build import build_model
 from training.engine.launch import Engine
 from training.prepare import Prepared, shapes_of
 from training.resume import StartingPoint
@@ -65,7 +64,7 @@ def run_of(accelerator, tmp_path):
             total_steps=STEPS,
         )
         stop = SimpleNamespace(reason=lambda: None, time_to_save=False, saved=lambda: None)
-        runs.append(Run(prepared, engine, build_model(prepared, engine), stop))
+        runs.append(Run(prepared, engine, stop))
         runs[-1].log.open()
         return runs[-1]
 

@@ -21,7 +21,6 @@ from storage.folder import RunFolder, lock
 from train_pretrain_accelerate import main
 from training import start
 from training.arguments import SFTArguments, TrainingArguments
-from training.engine.compilation import Compilation
 from training.engine.estimate import DDP, GIB, MARGIN, OVERHEAD, estimate
 from training.engine.launch import Engine
 from training.prepare import Prepared, shapes_of
@@ -47,13 +46,14 @@ def run_of(monkeypatch, tmp_path):
             **{"teacher": None, "train_set": None, "val_set": 1, "config": CONFIG},
             **{"shapes": shapes_of(CONFIG, args), "identity": {}},
         }
+        prepared = Prepared(**prepared | {"total_steps": 1000} | changes)
         return SimpleNamespace(
             args=args,
             engine=Engine(accelerator, "DeepSpeed ZeRO-2", file),
             accelerator=accelerator,
             folder=RunFolder(tmp_path),
-            prepared=Prepared(**prepared | {"total_steps": 1000} | changes),
-            built=SimpleNamespace(compilation=Compilation(False, "as asked")),
+            prepared=prepared,
+            work=prepared.workload(2, accelerator.device, compiled=False),
         )
 
     return make
@@ -62,7 +62,7 @@ def run_of(monkeypatch, tmp_path):
 def enough_for(run) -> int:
     """Return the bytes that a process of the run needs, rounded up."""
     device = run.accelerator.device
-    needed = estimate(run.engine.kind, run.prepared.workload(2, device, compiled=False))
+    needed = estimate(run.engine.kind, run.work)
     margin = 1 if device.type == "cpu" else MARGIN
     return int(needed.held + needed.working * margin + OVERHEAD) + 1
 

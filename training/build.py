@@ -1,7 +1,6 @@
 """Build the model and the optimizer for an engine, and seed torch's random generators."""
 
 import sys
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,6 @@ from training.engine.launch import KEPT, Engine
 from training.engine.state import TrainingState
 from training.optimizer import build_optimizer, set_muon_layout
 from training.prepare import Prepared
-
-
-@dataclass
-class BuiltModel:
-    compilation: Compilation  # whether the blocks are compiled
-    model: nn.Module  # model and optimizer as `accelerator.prepare` returned them
-    optimizer: torch.optim.Optimizer
-    state: TrainingState  # saves and loads weights and optimizer state
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -41,10 +32,13 @@ def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
+def build_model(
+    prepared: Prepared, engine: Engine
+) -> tuple[Compilation, nn.Module, torch.optim.Optimizer, TrainingState]:
     """Build a model with random initial weights, and its optimizer. Every process must call it.
 
-    Trained parameters are kept in fp32, frozen parameters in --dtype.
+    Model and optimizer are as `accelerator.prepare` returns them. Trained parameters are kept in
+    fp32, frozen parameters in --dtype.
     Raises UsageError if the engine cannot be started, or if the model cannot be compiled.
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
@@ -82,4 +76,4 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
         optimizer.optimizer.use_grad_accum_attribute = True  # else 16-bit gradients are added up
     set_muon_layout(model, engine)
     torch.manual_seed(args.seed + 1000003 * accelerator.process_index)  # other dropout on each rank
-    return BuiltModel(compilation, model, optimizer, TrainingState(engine, model, optimizer))
+    return compilation, model, optimizer, TrainingState(engine, model, optimizer)

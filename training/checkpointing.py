@@ -14,7 +14,7 @@ from common.errors import UsageError
 from formats.portable import load_tensors
 from storage import checkpoint as files
 from storage.folder import RunFolder, step_of
-from training.build import BuiltModel, random_state, restore_random
+from training.build import random_state, restore_random
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process
 from training.engine.state import TrainingState
@@ -26,15 +26,22 @@ from training.prepare import Prepared
 class Checkpointer:
     """Save checkpoints. Keep the newest --keep_last and the one with the lowest validation loss."""
 
-    def __init__(self, prepared: Prepared, engine: Engine, built: BuiltModel, log: TrainingLog):
+    def __init__(
+        self,
+        prepared: Prepared,
+        engine: Engine,
+        state: TrainingState,
+        compiled: bool,
+        log: TrainingLog,
+    ):
         self.folder, self.keep_last = prepared.start.folder, prepared.args.keep_last
-        self.engine, self.state, self.log = engine, built.state, log
+        self.engine, self.state, self.log = engine, state, log
         lora = prepared.shapes.lora
         self.facts = {  # written to state.json of every checkpoint
             "model": prepared.config.to_dict(),
             "identity": prepared.identity,
             "processes": engine.processes,
-            "compiled": built.compilation.on,  # a resumed run needs the same kernels
+            "compiled": compiled,  # a resumed run needs the same kernels
         } | ({"lora": vars(lora)} if lora else {})
         paths = self.folder.all_checkpoints()
         best = files.best([path for path in paths if step_of(path) <= prepared.start.step])

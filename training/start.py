@@ -20,7 +20,7 @@ from model import ConfigError, Transformer
 from storage.checkpoint import write_base
 from storage.folder import lock, release_locks
 from training.arguments import TrainingArguments, parse_arguments
-from training.build import build_model, random_state
+from training.build import random_state
 from training.engine.device import (
     attention_kernel,
     available_memory,
@@ -37,7 +37,6 @@ from training.optimizer import muon_matrices
 from training.prepare import Prepared, prepare
 from training.resume import changes_since_stop, set_aside, write_settings
 from training.run import Run
-from training.teacher import Teacher
 
 # Parts of error messages: of PyTorch, NCCL and cuBLAS, then of gloo and NCCL.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
@@ -178,18 +177,14 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
         steps = f"{start.step} of {prepared.total_steps} steps"
         engine.accelerator.print(f"{start.folder.path} is finished, {steps}: raise --max_steps")
         return None
-    teacher = None
-    if prepared.teacher:
-        teacher = Teacher(prepared.teacher, engine, args.dtype, train_set.vocab_size)
-    built = build_model(prepared, engine)
+    run = Run(prepared, engine, stop, name)
     if prepared.source and not start.checkpoint:
         model = on_every_process(engine, prepared.source.load)
         weights = {name: p.detach() for name, p in model.named_parameters()}
-        built.state.load_weights(weights, str(prepared.source.path))
+        run.state.load_weights(weights, str(prepared.source.path))
         if prepared.shapes.lora:  # the run folder needs the frozen weights too
             keep = (start.folder, prepared.config, weights, train_set.tokenizer_path)
             on_main_process(engine, partial(write_base, *keep))
-    run = Run(prepared, engine, built, stop, teacher, name)
     changes = changes_since_stop(start, args, prepared.config, engine)
     for text in (start_block(run), *changes, *warnings(run)):
         run.log.say(text)
@@ -207,8 +202,7 @@ def start_block(run: Run) -> str:
         rows, read = "conversations", data.summary
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,} {rows}"
-    work = prepared.workload(engine.processes, device, run.built.compilation.on)
-    hint = without_engine(engine.kind, work)
+    hint = without_engine(engine.kind, run.work)
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
     optimizer = "AdamW"
@@ -226,7 +220,7 @@ def start_block(run: Run) -> str:
             f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}, "
             f"{run.teacher.held / 1e6:,.1f} MB of weights per process"
         )
-    expected = estimate(engine.kind, work)
+    expected = estimate(engine.kind, run.work)
     places = {"in RAM": expected.ram, "on NVMe": expected.nvme}
     offloaded = "".join(f", {memory(n)} {place}" for place, n in places.items() if n)
     fields = {
@@ -237,11 +231,11 @@ def start_block(run: Run) -> str:
         "device": device_name(device),
         "precision": precision,
         "attention": attention_kernel(prepared.config, getattr(torch, args.dtype), device),
-        "compiled": run.built.compilation,
+        "compiled": run.compilation,
         "parameters": _parameters(prepared.shapes),
         "adapters": lora
         and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
-        f"{work.trained:,} parameters are trained"
+        f"{run.work.trained:,} parameters are trained"
         + (", no experts" if prepared.config.use_moe else ""),
         "optimizer": optimizer,
         "data": f"{args.data}: {read}",
@@ -285,7 +279,6 @@ def _parameters(shapes: Transformer) -> str:
 def warnings(run: Run) -> list[str]:
     """Return the warnings to print before the first step. Every process must call it."""
     args, prepared, engine, device = run.args, run.prepared, run.engine, run.accelerator.device
-    work = prepared.workload(engine.processes, device, run.built.compilation.on)
     free = -engine.largest(-available_memory(device, engine.processes))  # the smallest of all
     texts = []
     if device.type == "cpu" and args.dtype == "bfloat16" and cpu_emulates_bf16():
@@ -300,8 +293,8 @@ def warnings(run: Run) -> list[str]:
     if source and not prepared.start.checkpoint and (most := source.config().max_seq_len) < n:
         text = f"WARNING: {source.path} was trained on {most} positions, this run has {n}"
         texts.append(f"{text}: pass --max_seq_len {most}, or train long enough to learn the others")
-    if not fits(engine.kind, work, free):
-        needs = estimate(engine.kind, work).peak
+    if not fits(engine.kind, run.work, free):
+        needs = estimate(engine.kind, run.work).peak
         texts.append(
             f"WARNING: a process may need {memory(needs)}, but can use only {memory(free)}: "
             f"{less_memory(args, prepared.config.use_flash_attn)}"
