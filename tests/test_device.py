@@ -20,7 +20,6 @@ from training.engine.device import (
     default_dtype,
     keep_freed_memory,
     matrix_precision,
-    mfu,
     peak_flops,
     peak_memory_bytes,
     require_usable_gpu,
@@ -76,11 +75,6 @@ def test_matrix_precision_follows_mixed_precision_and_tf32(monkeypatch):
     ):
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
         assert matrix_precision(mixed_precision) == precision
-
-
-def test_mfu_equals_a_count_by_hand():
-    assert mfu(1e5, 1e9, 1e15, devices=4) == pytest.approx(0.025)
-    assert mfu(1e5, 1e9, None, devices=2) is None
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_named(monkeypatch):

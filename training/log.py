@@ -19,7 +19,7 @@ from common.errors import UsageError
 from model.experts import ROUTING
 from report.history import number, read_rows
 from storage.folder import read_settings
-from training.engine.device import device_name, matrix_precision, mfu, peak_flops, peak_memory_bytes
+from training.engine.device import device_name, matrix_precision, peak_flops, peak_memory_bytes
 from training.prepare import Prepared
 
 
@@ -162,8 +162,10 @@ class TrainingLog:
         if step != self.first_step:
             speed = round(clock.steps * self.tokens_per_step / seconds, 1)
             processes = self.accelerator.num_processes
-            utilisation = mfu(speed, self.flops_per_token, self._peak, processes)
-            mfu_text = "" if utilisation is None else f"MFU {utilisation:.1%}  "
+            mfu_text = ""
+            if self._peak is not None:
+                utilisation = speed * self.flops_per_token / (self._peak * processes)
+                mfu_text = f"MFU {utilisation:.1%}  "
             left = int(elapsed / clock.steps * (self.total_steps - step))
             timing = f"{speed:,.0f} tokens/s  {mfu_text}left {timedelta(seconds=left)}"
         values = {

@@ -136,15 +136,6 @@ def peak_flops(name: str, precision: str) -> float | None:
     return None
 
 
-def mfu(
-    tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int
-) -> float | None:
-    """Return the model FLOPs utilization, a share of the peak; None if the peak is unknown."""
-    if peak is None:
-        return None
-    return tokens_per_second * flops_per_token / (peak * devices)
-
-
 def attention_kernel(config: LMConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Return a description of the attention kernel that will run."""
     if not config.use_flash_attn:
