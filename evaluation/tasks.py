@@ -18,6 +18,7 @@ from data.tokenizer import tokenizer_hash
 from evaluation.language_modelling import conversation_rows, document_rows, prepared_rows, summary
 from evaluation.multiple_choice import answers, question_rows
 from evaluation.scoring import LEAST_UNITS, Row, Scorer
+from formats.portable import without_memory
 from storage.weights import Trained
 from training.engine.device import device_name
 from training.validation import spread
@@ -86,7 +87,8 @@ def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
     scores = answers(units) if args.task == "choice" else summary(units)
     settings = {
         "model": str(trained.folder),
-        "parameters": trained.n_parameters,
+        # Not of the model itself: under ZeRO-3 a process holds only a share.
+        "parameters": without_memory(trained.model.config).num_parameters(),
         "max_seq_len": trained.model.config.max_seq_len,
         **{name: getattr(args, name) for name in ("data", "task", "limit", *TASKS_OF)},
         "batch_size": scorer.batch_size,

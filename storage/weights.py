@@ -31,11 +31,6 @@ class Trained:
     chats: bool = False  # True if the model was trained on conversations (data/chat_template.py)
 
     @property
-    def n_parameters(self) -> int:
-        """Number of parameters of the whole model. Under ZeRO-3 a process holds only a share."""
-        return portable.without_memory(self.model.config).num_parameters()
-
-    @property
     def name(self) -> str:
         """NAME@step-N for a checkpoint, NAME for the weights/ of a run, else the folder's name."""
         folder = self.folder.resolve()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from model import LMConfig, Transformer
+from model import Transformer
 from model.loss import tokens_at_once
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import offload_device, read_config
@@ -102,10 +102,6 @@ class Workload:
     compiled: bool
     teacher: Transformer | None = None  # of distillation, on the meta device
     teacher_config: dict | None = None  # of ZeRO-3, if it divides the teacher
-
-    @property
-    def config(self) -> LMConfig:
-        return self.shapes.config
 
     @property
     def on_cpu(self) -> bool:
@@ -205,7 +201,7 @@ def _activations(kind: Kind, work: Workload) -> float:
     """Return the peak bytes of activations and logits of a micro-batch.
     They consist of the tensors of model/ that autograd saves (compiled code saves fewer), and of
     the temporary tensors of one block or of the loss."""
-    config, h = work.config, work.itemsize
+    config, h = work.shapes.config, work.itemsize
     compiled = work.compiled and kind.stage != 3
     # For a GPU the next line assumes that PyTorch has a fused attention kernel.
     keeps_scores = not config.use_flash_attn or (work.on_cpu and config.dropout > 0)
