@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UsageError
 from model import Transformer
-from training.engine.compilation import Compilation, compile_blocks, decide_compilation
+from training.engine.compilation import compile_blocks
 from training.engine.deepspeed_setup import partitioned_while_built, set_up_deepspeed
-from training.engine.estimate import can_coalesce
+from training.engine.estimate import Workload, can_coalesce
 from training.engine.launch import KEPT, Engine
 from training.engine.state import TrainingState
 from training.optimizer import build_optimizer, set_muon_layout
@@ -33,8 +33,8 @@ def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def build_model(
-    prepared: Prepared, engine: Engine
-) -> tuple[Compilation, nn.Module, torch.optim.Optimizer, TrainingState]:
+    prepared: Prepared, engine: Engine, work: Workload
+) -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:
     """Build a model with random initial weights, and its optimizer. Every process must call it.
 
     Model and optimizer are as `accelerator.prepare` returns them. Trained parameters are kept in
@@ -42,9 +42,6 @@ def build_model(
     Raises UsageError if the engine cannot be started, or if the model cannot be compiled.
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
-    was_compiled = prepared.start.state.get("compiled")  # a resumed run needs the same kernels
-    compilation = decide_compilation(args.compile, was_compiled, prepared.run_flops, engine)
-    work = prepared.workload(engine.processes, accelerator.device, compilation.on)
     engine.fit_to(config.dim, work.trained)
     set_up_deepspeed(engine)
     torch.manual_seed(args.seed)  # the same initial weights on every process
@@ -58,7 +55,7 @@ def build_model(
         block.recompute = args.gradient_checkpointing
     # Off for conversations: cuDNN would prepare a new plan for each length, in validation too.
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
-    if compilation.on:
+    if work.compiled:
         compile_blocks(model)
     # DDP would broadcast this buffer of complex numbers, which NCCL cannot send.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["pos_cis"])
@@ -76,4 +73,4 @@ def build_model(
         optimizer.optimizer.use_grad_accum_attribute = True  # else 16-bit gradients are added up
     set_muon_layout(model, engine)
     torch.manual_seed(args.seed + 1000003 * accelerator.process_index)  # other dropout on each rank
-    return compilation, model, optimizer, TrainingState(engine, model, optimizer)
+    return model, optimizer, TrainingState(engine, model, optimizer)

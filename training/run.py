@@ -18,6 +18,7 @@ from model.experts import load_balance
 from training.arguments import TrainingArguments
 from training.build import build_model
 from training.checkpointing import Checkpointer, load_checkpoint
+from training.engine.compilation import why_not_compile
 from training.engine.launch import Engine
 from training.interruption import StopRequest, end_stopped
 from training.log import TrainingLog
@@ -99,9 +100,13 @@ class Run:
         self.teacher: Teacher | None = None  # only in distillation
         if prepared.teacher:
             self.teacher = Teacher(prepared.teacher, engine, args.dtype, train_set.vocab_size)
-        self.compilation, self.model, self.optimizer, self.state = build_model(prepared, engine)
-        device = self.accelerator.device
-        self.work = prepared.workload(engine.processes, device, self.compilation.on)
+        was_compiled = start.state.get("compiled")  # a resumed run needs the same kernels
+        self.why_not_compiled = why_not_compile(  # None: the blocks are compiled
+            args.compile, was_compiled, prepared.run_flops, engine
+        )
+        compiled = self.why_not_compiled is None
+        self.work = prepared.workload(engine.processes, self.accelerator.device, compiled)
+        self.model, self.optimizer, self.state = build_model(prepared, engine, self.work)
         self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
         self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
@@ -113,9 +118,7 @@ class Run:
         self.val_loader = prepared.val_set and validation_loader(
             prepared.val_set, args.batch_size, args.eval_samples, self.accelerator
         )
-        self.checkpointer = Checkpointer(
-            prepared, engine, self.state, self.compilation.on, self.log
-        )
+        self.checkpointer = Checkpointer(prepared, engine, self.state, compiled, self.log)
 
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the steps (from 1), until the last step or a stop request."""

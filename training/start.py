@@ -233,7 +233,9 @@ def start_block(run: Run) -> str:
         "device": device_name(device),
         "precision": precision,
         "attention": attention_kernel(prepared.config, getattr(torch, args.dtype), device),
-        "compiled": run.compilation,
+        "compiled": f"no ({run.why_not_compiled})"
+        if run.why_not_compiled
+        else "yes (block by block, during the first step)",
         "parameters": _parameters(prepared.shapes),
         "adapters": lora
         and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
