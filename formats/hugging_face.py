@@ -267,19 +267,6 @@ def read_llama_weights(folder: Path) -> dict[str, Tensor]:
 
 
 MARK = "exported_by"  # this key in config.json allows --overwrite to replace the folder
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# {name}
-
-A {kind} of {millions:.2f} million parameters with a context of {max_seq_len:,} tokens, in {dtype}:
-
-    from transformers import pipeline
-
-    print(pipeline("text-generation", "{name}")({prompt}))
-"""
 
 
 def is_export(folder: Path) -> bool:
@@ -287,10 +274,8 @@ def is_export(folder: Path) -> bool:
     return (folder / CONFIG_FILE).exists() and MARK in read_json(folder / CONFIG_FILE)
 
 
-def write_model(
-    folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str, chat: bool
-) -> None:
-    """Write weights, settings and a model card. Raises UsageError if a weight overflows."""
+def write_model(folder: Path, model: Transformer, tokenizer: Tokenizer, dtype: str) -> None:
+    """Write weights and settings. Raises UsageError if a weight overflows."""
     config = model.config
     if config.n_shared_experts:
         raise UsageError("transformers has no Llama with shared experts: it cannot be exported")
@@ -305,15 +290,6 @@ def write_model(
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
     generation = {name: values[name] for name in ("bos_token_id", "eos_token_id")}
     write_json(folder / "generation_config.json", generation)
-    card = CARD.format(
-        name=name,
-        kind="Qwen2-MoE" if config.use_moe else "Llama",
-        millions=model.num_parameters() / 1e6,
-        max_seq_len=config.max_seq_len,
-        dtype=dtype,
-        prompt=[{"role": "user", "content": "What is a list?"}] if chat else ["Once upon a time"],
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:

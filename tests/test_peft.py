@@ -42,7 +42,7 @@ def run(request, tmp_path) -> SimpleNamespace:
         (tmp_path / name).mkdir()
     save_portable(tmp_path / "base", model.config, base)
     plain = load_portable(tmp_path / "base")
-    write_model(tmp_path / "exported", plain, MARKERS, dtype="float32", name="base", chat=False)
+    write_model(tmp_path / "exported", plain, MARKERS, "float32")
     save_adapter(tmp_path / "adapter", model.config, trained, model.lora)
     return SimpleNamespace(model=model, path=tmp_path)
 
