@@ -146,6 +146,10 @@ class TrainingArguments:
         """Return the number of sequences in an optimizer step, on all processes together."""
         return self.batch_size * self.accumulation_steps * processes
 
+    def total_steps(self, n_samples: int, processes: int) -> int:
+        """Return the number of optimizer steps: --max_steps, or computed from --epochs."""
+        return self.max_steps or math.ceil(self.epochs * n_samples / self.global_batch(processes))
+
     def adapt(self, model: Transformer) -> None:
         """Add adapters to a new model before its weights are loaded. Only fine-tuning adds any."""
 

@@ -22,7 +22,6 @@ from training.arguments import SFTArguments, TrainingArguments
 from training.engine.estimate import Workload
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
-from training.optimizer import count_steps
 from training.resume import (
     StartingPoint,
     find_starting_point,
@@ -61,13 +60,6 @@ class Prepared:
         length = self.train_set.tokens_per_sample
         teacher = self.teacher.shapes.flops_per_token(length) / 3 if self.teacher else 0
         return self.shapes.flops_per_token(length) + teacher
-
-    @property
-    def run_flops(self) -> float:
-        """Rough model FLOPs of one process in the whole run, to decide whether to compile."""
-        tokens = self.args.global_batch(1) * self.total_steps * self.train_set.tokens_per_sample
-        with torch.device("meta"):
-            return Transformer(self.config).flops_per_token(self.config.max_seq_len) * tokens
 
     def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
         """Return the work of one process in a step, for the memory estimate."""
@@ -138,7 +130,7 @@ def prepare(
         config=shapes.config,
         shapes=shapes,
         identity=identity,
-        total_steps=count_steps(filled, len(train_set), processes),
+        total_steps=filled.total_steps(len(train_set), processes),
     )
 
 

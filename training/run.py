@@ -101,9 +101,10 @@ class Run:
         if prepared.teacher:
             self.teacher = Teacher(prepared.teacher, engine, args.dtype, train_set.vocab_size)
         was_compiled = start.state.get("compiled")  # a resumed run needs the same kernels
-        self.why_not_compiled = why_not_compile(  # None: the blocks are compiled
-            args.compile, was_compiled, prepared.run_flops, engine
-        )
+        tokens = args.global_batch(1) * self.total_steps * train_set.tokens_per_sample
+        flops = tokens * prepared.flops_per_token  # of this process in the whole run
+        # None: the blocks are compiled.
+        self.why_not_compiled = why_not_compile(args.compile, was_compiled, flops, engine)
         compiled = self.why_not_compiled is None
         self.work = prepared.workload(engine.processes, self.accelerator.device, compiled)
         self.model, self.optimizer, self.state = build_model(prepared, engine, self.work)
