@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model: environment, data, launch, result.
 #
-#   bash run_accelerate.sh                          train on the text of the Python standard library
-#   DATA=my.jsonl bash run_accelerate.sh            train on your text (.txt, .jsonl, .csv, .parquet or a folder of them)
-#   MINUTES=30 DATA=my.txt bash run_accelerate.sh   choose a model that this machine can train in 30 minutes
-#   bash run_accelerate.sh --dim 512 --n_layers 8   training flags, which override the choices of this script
-#   STAGE=sft bash run_accelerate.sh                fine-tune the newest pretrained model to answer questions
-#   CHAT=my.jsonl STAGE=sft bash run_accelerate.sh  fine-tune it on your conversations
-#   STAGE=distill bash run_accelerate.sh            distill the newest pretrained model (or TEACHER=out/runs/NAME) into a smaller one
+#   bash run_accelerate.sh                            train on the text of the Python standard library
+#   DATA=my.jsonl bash run_accelerate.sh              train on your text (.txt, .jsonl, .csv, .parquet or a folder of them)
+#   MINUTES=30 DATA=my.txt bash run_accelerate.sh     choose a model that this machine can train in 30 minutes
+#   bash run_accelerate.sh --dim 512 --n_layers 8     training flags, which override the choices of this script
+#   STAGE=sft bash run_accelerate.sh                  fine-tune the newest pretrained model to answer questions
+#   CHAT=chat.jsonl STAGE=sft bash run_accelerate.sh  fine-tune it on your conversations
+#   STAGE=distill bash run_accelerate.sh              distill the newest pretrained model (or TEACHER=out/runs/NAME) into a smaller one
 #
 # MINUTES=N         minutes from the command to the result, without installation (default: 4 on a CPU, 10 on a GPU)
 # PREPARE_FLAGS=... flags for the preparation of text, such as "--vocab_size 2000 --skip_bad_lines"

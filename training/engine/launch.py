@@ -212,7 +212,7 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
     """Raise UsageError if a setting of the launcher would be ignored, or if GPUs are missing."""
-    _check_flag("MIXED_PRECISION", args.mixed_precision, "--dtype")
+    _check_flag("MIXED_PRECISION", args.mixed_precision, f"--dtype {args.dtype}")
     _check_flag("GRADIENT_ACCUMULATION_STEPS", args.accumulation_steps, "--accumulation_steps")
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     if deepspeed and wants_cpu:
