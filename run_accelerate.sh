@@ -37,7 +37,7 @@ launch=$("$python" -m training.preflight "$@")
 # stops save the run and create the file STOP_NOTE. Then this script exits with code 0.
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
 for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE MINUTES PREPARE_FLAGS MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
-  [ -z "${!name:-}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
+  [ -z "${!name+set}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
 done
 export RESUME_WITH=${RESUME_WITH% } STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$
 eval "set -- $launch"

@@ -67,6 +67,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
     # Off for conversations: cuDNN would prepare a new plan for each length, in validation too.
+    # Code that an earlier run compiled for the same lengths keeps its kernel.
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if compilation.on:
         compile_blocks(model)
@@ -76,7 +77,8 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     work = prepared.workload(engine.processes, accelerator.device, compilation.on)
     # The size of a GPU, not its free memory, so that a resumed run reduces in the same way.
     size = sys.maxsize if work.on_cpu else torch.cuda.mem_get_info(accelerator.device)[1]
-    engine.coalesces = can_coalesce(engine.kind, work, size)
+    # All processes must reduce at the same time, so one with a small GPU decides for all.
+    engine.coalesces = engine.total(int(not can_coalesce(engine.kind, work, size))) == 0
     try:
         model, optimizer = accelerator.prepare(model, optimizer)
     except (ValueError, AssertionError) as error:  # DeepSpeed rejects its configuration

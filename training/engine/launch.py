@@ -142,9 +142,10 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         if seen != world_size:
             raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
         use_all_cores()
-        group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
-        KEPT.append(group)
+        group = None
         if world_size > 1:
+            group = torch.distributed.new_group(backend="gloo", timeout=process_group.timeout)
+            KEPT.append(group)
             accelerators[0].wait_for_everyone()  # the first exchange between GPUs
     if not deepspeed:
         name = "DDP" if world_size > 1 else "single process, no engine"
