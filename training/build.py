@@ -67,7 +67,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
     # Off for conversations: cuDNN would prepare a new plan for each length, in validation too.
-    # Code that an earlier run compiled for the same lengths keeps its kernel.
+    # If an earlier run compiled the same lengths with cuDNN, its code is used again.
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if compilation.on:
         compile_blocks(model)
@@ -75,7 +75,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["pos_cis"])
     optimizer = build_optimizer(model, args, engine)
     work = prepared.workload(engine.processes, accelerator.device, compilation.on)
-    # The size of a GPU, not its free memory, so that a resumed run reduces in the same way.
+    # A GPU's total memory, not its free memory, so that a resumed run decides in the same way.
     size = sys.maxsize if work.on_cpu else torch.cuda.mem_get_info(accelerator.device)[1]
     # All processes must reduce at the same time, so one with a small GPU decides for all.
     engine.coalesces = engine.total(int(not can_coalesce(engine.kind, work, size))) == 0
