@@ -58,7 +58,7 @@ def add_lora(
     with experts, only attention is adapted. With only_lora, all other parameters are frozen too.
     Raises ConfigError if a value is out of range, or if a layer cannot have an adapter."""
     if not 1 <= dim <= model.config.dim:
-        raise ConfigError(f"lora_dim must be from 1 to dim, {model.config.dim}, not {dim}")
+        raise ConfigError(f"lora_dim must be from 1 to dim ({model.config.dim}), not {dim}")
     if not 0 < alpha < math.inf:
         raise ConfigError(f"lora_alpha must be positive and finite, not {alpha!r}")
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
