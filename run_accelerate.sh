@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model: environment, data, launch, result.
 #
-#   bash run_accelerate.sh                          train on the text of the Python standard library
-#   DATA=my.jsonl bash run_accelerate.sh            train on your text (.txt, .jsonl, .csv, .parquet or a folder of them)
-#   MINUTES=30 DATA=my.txt bash run_accelerate.sh   choose a model that this machine can train in 30 minutes
-#   bash run_accelerate.sh --dim 512 --n_layers 8   training flags, which override the choices of this script
-#   STAGE=sft bash run_accelerate.sh                fine-tune the newest pretrained model to answer questions
-#   CHAT=my.jsonl STAGE=sft bash run_accelerate.sh  fine-tune it on your conversations
-#   STAGE=distill bash run_accelerate.sh            distill the newest pretrained model (or TEACHER=out/runs/NAME) into a smaller one
+#   bash run_accelerate.sh                            train on the text of the Python standard library
+#   DATA=my.jsonl bash run_accelerate.sh              train on your text (.txt, .jsonl, .csv, .parquet or a folder of them)
+#   MINUTES=30 DATA=my.txt bash run_accelerate.sh     choose a model that this machine can train in 30 minutes
+#   bash run_accelerate.sh --dim 512 --n_layers 8     training flags, which override the choices of this script
+#   STAGE=sft bash run_accelerate.sh                  fine-tune the newest pretrained model to answer questions
+#   CHAT=chat.jsonl STAGE=sft bash run_accelerate.sh  fine-tune it on your conversations
+#   STAGE=distill bash run_accelerate.sh              distill the newest pretrained model (or TEACHER=out/runs/NAME) into a smaller one
 #
 # MINUTES=N         minutes from the command to the result, without installation (default: 4 on a CPU, 10 on a GPU)
 # PREPARE_FLAGS=... flags for the preparation of text, such as "--vocab_size 2000 --skip_bad_lines"
@@ -37,7 +37,7 @@ launch=$("$python" -m training.preflight "$@")
 # stops save the run and create the file STOP_NOTE. Then this script exits with code 0.
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
 for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE MINUTES PREPARE_FLAGS MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
-  [ -z "${!name:-}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
+  [ -z "${!name+set}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
 done
 export RESUME_WITH=${RESUME_WITH% } STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$
 eval "set -- $launch"

@@ -3,9 +3,10 @@
     accelerate launch --config_file accelerate_config.yaml train_several_accelerate.py \\
       --model small.json --model large.json [flags for all models]
 
-Each model has its own engine, random numbers and run folder. Its losses equal the losses of a
-separate run of train_pretrain_accelerate.py. All models read the same batches, because the order
-of the data depends only on the seed. All models are saved at the same steps.
+Each model has its own engine, random numbers and run folder. In float32 its losses equal, up to
+rounding, the losses of a separate run of train_pretrain_accelerate.py. All models read the same
+batches, because the order of the data depends only on the seed. All models are saved at the same
+steps.
 """
 
 import json

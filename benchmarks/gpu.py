@@ -43,7 +43,6 @@ PASSED, LATE = "passed", "out of time"
 CHECKS = "losses_on_a_gpu or rotation_on_a_gpu or compiled_blocks or fused_kernels"
 TESTS = ("tests/integration/test_gpu.py", "tests/test_decoder.py")
 ENGINES = "ours-compiled,ours-zero2-compiled"
-SWITCHES = ("ours-zero2-compiled+uncoalesced",)  # each is compared with the name before its "+"
 SIZES = {"104m": "--batch_size 32 --seq_len 1024", "360m": "--batch_size 16"}
 TINY_FLAGS = "--dtype float32 --warmup_steps 1 --rounds 1 --steps 2"
 TINY_SIZES = {"test": TINY_FLAGS, "3m": f"--batch_size 1 --seq_len 16 {TINY_FLAGS}"}
@@ -78,18 +77,18 @@ def main(argv: list[str] | None = None) -> None:
 def all_parts(out: Path, tiny: bool) -> list[Part]:
     """Return the parts in the order of their worth."""
     sizes = TINY_SIZES if tiny else SIZES
-    small = next(iter(sizes))
+    small, large = sizes
 
-    def steps(name: str, size: str, accumulation_steps: int, contenders: str) -> Part:
+    def steps(size: str, accumulation_steps: int, *more: str) -> Part:
+        contenders = ",".join([ENGINES, *more])
         flags = f"--sizes {size} --accumulation_steps {accumulation_steps} --rounds 2 "
         flags += f"--steps {10 if accumulation_steps == 1 else 3} --contenders {contenders} "
         flags += sizes[size]
         if tiny:
             flags = flags.replace("compiled", "eager")
-        files = ["--rows", str(out / ROWS)]
-        if contenders == ENGINES:
-            files += ["--traces", str(out / TRACES)]
-        return Part(name, 140, ["-m", "benchmarks.throughput", *flags.split(), *files])
+        files = ["--rows", str(out / ROWS), "--traces", str(out / TRACES)]
+        command = ["-m", "benchmarks.throughput", *flags.split(), *files]
+        return Part(f"{size} × {accumulation_steps}", 170 if more else 140, command)
 
     def tests(name: str, seconds: int, names: str) -> Part:
         flags = ["-v", "-rN", "--tb=short", "-m", "gpu", "-k", names]
@@ -98,10 +97,11 @@ def all_parts(out: Path, tiny: bool) -> list[Part]:
     start = f"from benchmarks import gpu; gpu.start({str(out / ROWS)!r}, {tiny})"
     parts = [
         Part("start", 90, ["-c", start]),
-        tests("checks", 90, CHECKS),
-        *(steps(f"{size} × {n}", size, n, ENGINES) for n in (1, 8) for size in sizes),
-        *(steps(name, small, 8, f"{name.partition('+')[0]},{name}") for name in SWITCHES),
-        steps("transformers", small, 1, "ours-compiled,transformers-compiled"),
+        tests("checks", 130, CHECKS),
+        steps(small, 1, "transformers-compiled"),
+        steps(large, 1),
+        steps(small, 8, "ours-zero2-compiled+uncoalesced"),
+        steps(large, 8),
         tests("tests", SECONDS, f"not ({CHECKS})"),
     ]
     if wheels := [str(path) for path in sorted(WHEELS.glob("*.whl"))]:

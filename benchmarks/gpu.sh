@@ -5,12 +5,13 @@
 #
 # The report and all files are in the folder $OUT (default: out/benchmarks/gpu), see benchmarks/gpu.py.
 # The Python is $PYTHON, or python3 if it has PyTorch, or that of .venv. Nothing is installed but the
-# wheels in out/wheels, into out/site. Where there is a network, this command fetches into out/wheels
-# DeepSpeed and what it needs beside PyTorch and Transformers, for Python 3.12 on Linux (5 MB):
+# wheels in out/wheels, into out/site. Where there is a network, this command fetches DeepSpeed and the
+# packages that it needs beside PyTorch into out/wheels, for Python 3.12 on Linux (6 MB):
 #
 #     python3 -m pip wheel --no-deps --wheel-dir out/wheels deepspeed==0.19.8 hjson &&
 #     python3 -m pip download --no-deps --only-binary :all: --dest out/wheels --python-version 3.12 \
-#         --platform manylinux2014_x86_64 pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection
+#         --platform manylinux2014_x86_64 pydantic==2.14.4 pydantic-core==2.50.5 annotated-types \
+#         typing-inspection typing-extensions einops msgpack ninja py-cpuinfo
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

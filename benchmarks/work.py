@@ -90,7 +90,7 @@ class Work:
         return made
 
 
-SIZES = {  # "360m" is the model of Method 1
+SIZES = {  # "360m" has the shape of Method 1
     "3m": Work(dim=192, n_layers=4, batch_size=16, seq_len=256, n_heads=4),
     "26m": Work(dim=512, n_layers=8, batch_size=8, seq_len=512),
     "104m": Work(dim=768, n_layers=16, batch_size=8, seq_len=512),

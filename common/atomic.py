@@ -1,6 +1,7 @@
 """Atomic files and folders: write to a temporary name, force it to the disk, then rename it.
 
-Only one process may write a path at a time. It replaces unfinished files of a killed writer.
+Only one process may write a path at a time. Files that a killed writer
+left unfinished are replaced.
 """
 
 import errno

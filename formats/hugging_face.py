@@ -315,7 +315,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         "model_max_length": max_seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        # A "<s>" in a text is not a marker. In a conversation, the chat template escapes it.
+        # Without a chat template, "<s>" in a text is text. A chat template itself escapes it.
         "split_special_tokens": not chat,
     }
     if chat:

@@ -117,7 +117,7 @@ def record(run: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor]
     """Record the kernels of `run` in a CUDA graph, without running them. Return a function that
     launches them all at once for new tokens. The tensor that it returns is always the same."""
     graph, tokens = torch.cuda.CUDAGraph(), tokens.clone()
-    # The first context selects the GPU of `tokens`. After an error it restores the stream.
+    # The first context selects the GPU of `tokens`, and restores the stream after an error.
     with torch.cuda.stream(torch.cuda.current_stream(tokens.device)), torch.cuda.graph(graph):
         logits = run(tokens)
 
@@ -142,7 +142,8 @@ class Decoder:
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.device = model.tok_embeddings.weight.device
         self.forward = model if divided else prepare_for_generation(model, self.dtype).forward
-        self.recorded = self.device.type == "cuda" and not divided  # launches take most of a step
+        # Launches take most of a step. Experts may wait for the GPU, which a graph cannot record.
+        self.recorded = self.device.type == "cuda" and not (divided or model.config.use_moe)
 
     @torch.inference_mode()
     def read(self, prompts: list[list[int]]) -> tuple[Cache, Tensor]:

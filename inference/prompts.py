@@ -31,7 +31,8 @@ def read_prompts(given: list[str], path: str | None) -> list[str]:
 def require_text(prompt: str) -> str:
     """Return the prompt. Raises UsageError if it is empty, or not valid UTF-8."""
     if not prompt or not is_text(prompt):
-        raise UsageError(f"prompt {prompt!r} is empty, or not valid UTF-8")
+        problem = "not valid UTF-8" if prompt else "empty"
+        raise UsageError(f"prompt {prompt!r} is {problem}")
     return prompt
 
 

@@ -24,11 +24,11 @@ def setting(default, help_text: str, must=None, **metadata):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of `rotary_frequencies`. Raises ConfigError if a value is not positive."""
+    """Llama 3.1's scaling of `rotary_frequencies`. Raises ConfigError if a value is not above 0."""
 
-    factor: float  # divides the frequency of pairs with few turns in the original context
-    low_freq_factor: float  # up to this number of turns the frequency is divided by factor
-    high_freq_factor: float  # from this number of turns on the frequency is unchanged
+    factor: float  # divides the frequency of channel pairs that turn slowly
+    low_freq_factor: float  # turns in the original context: up to this number it is divided
+    high_freq_factor: float  # from this number of turns on it is unchanged
     original_max_seq_len: int  # the original context, in tokens
 
     def __post_init__(self):
@@ -58,7 +58,7 @@ class LMConfig:
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
     rope_theta: float = setting(1e6, "base of the rotary frequencies")
     rope_scaling: RopeScaling | None = setting(  # noqa: RUF009  imported weights decide it
-        None, "Llama 3's scaling of rotary frequencies", flag=False
+        None, "Llama 3.1's scaling of rotary frequencies", flag=False
     )
     max_seq_len: int = setting(512, "tokens per training sequence, and the context length")
     dropout: float = setting(0.0, "dropout on embeddings, attention weights and sublayer outputs")
@@ -69,7 +69,7 @@ class LMConfig:
     n_shared_experts: int = setting(0, "more experts of a block, which every token uses")
     moe_hidden_dim: int | None = setting(None, "inner width of an expert (default: hidden_dim)")
     router_aux_loss: float = setting(0.1, "factor of the balancing loss in the training loss")
-    norm_topk_prob: bool = setting(False, "divide by their sum", flag=False)  # MiniMind's
+    norm_topk_prob: bool = setting(False, "weights with the sum 1", flag=False)  # MiniMind's
     use_flash_attn: bool = setting(
         True,
         "fast attention: PyTorch's fused kernels on a GPU, blocks of rows on a CPU; without it, "

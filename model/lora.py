@@ -57,7 +57,7 @@ def add_lora(model: Transformer, lora: LoRA) -> Transformer:
     Raises ConfigError if `dim` is out of range, or if a layer cannot have an adapter."""
     module_name = lora.module_name
     if not 1 <= lora.dim <= model.config.dim:
-        raise ConfigError(f"lora_dim must be from 1 to dim, {model.config.dim}, not {lora.dim}")
+        raise ConfigError(f"lora_dim must be from 1 to dim ({model.config.dim}), not {lora.dim}")
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     chosen = {name: layer for name, layer in linear.items() if module_name in name}
     if not chosen:

@@ -15,10 +15,12 @@ if [ -z "$python" ]; then
   done
   [ -n "$base" ] || fail "Python 3.10 to 3.13 is needed; set PYTHON=/path/to/python"
   # PyPI's PyTorch is built for CUDA 13.0: it needs driver 580 and has no code for GPUs older than Turing (such as V100).
-  gpus=$(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null) || gpus=
+  for fields in driver_version,compute_cap driver_version ""; do # old drivers do not know compute_cap
+    gpus=$(nvidia-smi --query-gpu=$fields --format=csv,noheader 2>/dev/null) && break
+  done
   while [ -n "${CUDA_VISIBLE_DEVICES-all}" ] && [ ! -e .venv ] && IFS= read -r gpu && [ -n "$gpu" ]; do
     capability=${gpu##* }
-    ((${gpu%%.*} >= 580 && ${capability/./} >= 75)) ||
+    ((${gpu%%.*} >= 580)) && ((${capability/./} >= 75)) ||
       fail "PyPI's PyTorch needs an NVIDIA driver from 580 on and compute capability from 7.5 on; a GPU here has ${gpu}. Update the driver, or first install the build for CUDA 12.6: $base -m venv .venv && .venv/bin/python -m pip install $(grep ^torch== requirements.txt) --index-url https://download.pytorch.org/whl/cu126; or train on the CPU: CUDA_VISIBLE_DEVICES= before the command"
   done <<<"$gpus"
   echo "installing the packages of $requirements into .venv, once (on Linux PyTorch includes several GB of CUDA)"

@@ -11,7 +11,7 @@ A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent
     manifest.json          size and SHA-256 of each file above
 
 Any engine and any number of processes can load a checkpoint. It contains no code.
-The frozen weights of a run with adapters are in the folder base/ of the run.
+If a run has adapters, the weights before the run are in its folder base/.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
 
 
 def write_base(run: RunFolder, config: LMConfig, weights: dict, tokenizer: Path) -> None:
-    """Write the frozen weights and the tokenizer of a run with adapters into base/."""
+    """Write the weights before a run with adapters, and the tokenizer, into base/."""
     try:
         with whole_folder(run.base) as folder:
             portable.save_portable(folder, config, weights)

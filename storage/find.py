@@ -59,8 +59,8 @@ def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
 
 
 def name_of(name: str, runs: Path, program: str | None) -> str:
-    """Return `name`; in 'auto' and 'auto@best', the run of `program` (None: of any) that logged
-    last takes the place of 'auto'. Raises UsageError if there is no such run."""
+    """Return `name`; in 'auto' and 'auto@best', replace 'auto' by the run of `program` (None: any)
+    that logged last. Raises UsageError if there is no such run."""
     if name.removesuffix(BEST) != "auto":
         return name
     if found := newest_first(runs.glob("*"), program, lambda run: run.metrics):

@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 class FakeGraph(TorchDispatchMode):
     """While it records, no tensor from outside changes. A replay repeats the operations, with the
-    same memory for their inputs and outputs, and knows nothing else. Both are as on a GPU."""
+    same memory for their inputs and outputs, and knows nothing else. Both are as on a GPU. A real
+    graph also refuses operations that wait for the GPU; this one does not notice them."""
 
     def __init__(self):
         super().__init__()

@@ -74,6 +74,18 @@ def test_a_signal_requests_a_stop_and_a_later_signal_exits_at_once(
     assert exit_codes == [128 + signal.SIGTERM]
 
 
+def test_a_later_interrupt_in_a_notebook_does_not_end_the_kernel(
+    request_of, clock, exit_codes, monkeypatch
+):
+    monkeypatch.setenv(interruption.LIVES_ON, "1")
+    request_of()
+    signal.raise_signal(signal.SIGINT)
+    clock.now += interruption.SAME_REQUEST_SECONDS + 0.1
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert exit_codes == []
+
+
 def test_a_checkpoint_is_due_save_minutes_after_the_last_one(request_of, clock):
     stop, never = request_of(save_minutes=0.5), request_of()
     for _ in range(2):

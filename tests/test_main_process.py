@@ -60,7 +60,8 @@ def test_a_single_process_raises_its_own_error():
 @pytest.mark.parametrize("attempt", [lambda: 1, fails("no data")])
 def test_an_error_on_some_processes_is_raised_on_all_and_names_rank_and_host(monkeypatch, attempt):
     engine = engine_with_answers(monkeypatch, None, UsageError("no data"), ConfigError("none"))
-    with pytest.raises(UsageError, match=r"^no data \(only rank 1 on node1, rank 2 on node2 of 3 "):
+    said = r"^no data \(of 3 processes only rank 1 on node1, rank 2 on node2: "
+    with pytest.raises(UsageError, match=said):
         on_every_process(engine, attempt)
 
 

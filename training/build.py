@@ -54,15 +54,17 @@ def build_model(
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
     # Off for conversations: cuDNN would prepare a new plan for each length, in validation too.
+    # If an earlier run compiled the same lengths with cuDNN, its code is used again.
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if work.compiled:
         compile_blocks(model)
     # DDP would broadcast this buffer of complex numbers, which NCCL cannot send.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["pos_cis"])
     optimizer = build_optimizer(model, args, engine)
-    # The size of a GPU, not its free memory, so that a resumed run reduces in the same way.
+    # A GPU's total memory, not its free memory, so that a resumed run decides in the same way.
     size = sys.maxsize if work.on_cpu else torch.cuda.mem_get_info(accelerator.device)[1]
-    engine.coalesces = can_coalesce(engine.kind, work, size)
+    # All processes must reduce at the same time, so one with a small GPU decides for all.
+    engine.coalesces = engine.total(int(not can_coalesce(engine.kind, work, size))) == 0
     try:
         model, optimizer = accelerator.prepare(model, optimizer)
     except (ValueError, AssertionError) as error:  # DeepSpeed rejects its configuration

@@ -1,5 +1,6 @@
 """Choose the flags that the user did not type, so that the run takes MINUTES: measure and plan."""
 
+import gc
 import importlib
 import io
 import os
@@ -73,8 +74,10 @@ def step_seconds(
                 torch.set_num_threads(threads)
             times = run_steps(run, importlib.import_module(kind.program.removesuffix(".py")).train)
             run.log.close()
+            del run
         if torch.distributed.is_initialized():  # DeepSpeed has created a process group
             importlib.import_module("deepspeed.comm").destroy_process_group()
+        gc.collect()  # a run is in reference cycles, which would keep its weights on the GPU
     return median(times)
 
 

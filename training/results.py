@@ -96,7 +96,7 @@ def write_results(prepared: Prepared, weights: dict[str, Tensor], log: TrainingL
     next_command = f"scripts.chat {path}"
     if not run.template.exists():
         next_command = f"scripts.generate {path} --prompt {prompt_flag}"
-    adapter = f"adapter:    {run.adapter}, in PEFT's format (frozen weights: {run.base})\n"
+    adapter = f"adapter:    {run.adapter}, in PEFT's format (base weights: {run.base})\n"
     best = final_numbers(read_history(run.path)).get("best validation loss", "")
     best = best and f"best validation loss {best}: {run.path}{BEST}\n"
     log.say(

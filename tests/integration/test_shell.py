@@ -75,6 +75,7 @@ def test_a_mistake_is_refused_in_one_line_before_anything_is_launched(
     ("gpus", "visible", "refused"),
     [
         (["550.54.15, 8.9"], "0", True),
+        (["470.82.01"], "0", True),  # this driver does not know compute_cap
         (["580.65.06, 9.0", "580.65.06, 7.0"], "0", True),
         (["580.65.06, 9.0"], "0", False),
         (["550.54.15, 8.9"], "", False),  # the user trains on the CPU
@@ -85,7 +86,8 @@ def test_a_gpu_that_the_pinned_pytorch_cannot_use_is_refused_before_an_installat
     clone, tmp_path, gpus, visible, refused
 ):
     smi, python = tmp_path / "nvidia-smi", tmp_path / "python"
-    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{gpu}'\n" for gpu in gpus))
+    known = "[ $1 = --query-gpu=driver_version ]" if gpus[:1] == ["470.82.01"] else "true"
+    smi.write_text(f"#!/bin/sh\n{known} || exit 2\n" + "".join(f"echo '{gpu}'\n" for gpu in gpus))
     python.write_text('#!/bin/sh\n[ "$1" = -c ]\n')  # a Python without packages and without venv
     smi.chmod(0o755)
     python.chmod(0o755)

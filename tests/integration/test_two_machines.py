@@ -221,7 +221,7 @@ def test_data_missing_on_one_machine_is_one_error_line_on_both(both, data, machi
     machines[1].hide(data)
     line = the_error_of_both(both("--max_steps 2"))
     assert f"{data}: no prepared data here" in line
-    assert f"(only rank 1 on {NAMES[1]} of 2 processes: " in line
+    assert f"(of 2 processes only rank 1 on {NAMES[1]}: " in line
 
 
 def test_other_data_and_flags_on_one_machine_are_one_error_line_on_both(both, data, tmp_path):
@@ -246,4 +246,4 @@ def test_a_run_folder_that_one_machine_cannot_see_allows_a_new_run_but_no_resume
     machines[1].do("sh", "-c", f'test -z "$(ls -A {tmp_path}/runs)"')  # nothing was written there
     line = the_error_of_both(both("--max_steps 4 --run_name run --resume auto"))
     assert "step-00000002" in line
-    assert f"(only rank 1 on {NAMES[1]} of 2 processes: " in line
+    assert f"(of 2 processes only rank 1 on {NAMES[1]}: " in line

@@ -142,9 +142,10 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         if seen != world_size:
             raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
         use_all_cores()
-        group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
-        KEPT.append(group)
+        group = None
         if world_size > 1:
+            group = torch.distributed.new_group(backend="gloo", timeout=process_group.timeout)
+            KEPT.append(group)
             accelerators[0].wait_for_everyone()  # the first exchange between GPUs
     if not deepspeed:
         name = "DDP" if world_size > 1 else "single process, no engine"
@@ -212,7 +213,7 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
     """Raise UsageError if a setting of the launcher would be ignored, or if GPUs are missing."""
-    _check_flag("MIXED_PRECISION", args.mixed_precision, "--dtype")
+    _check_flag("MIXED_PRECISION", args.mixed_precision, f"--dtype {args.dtype}")
     _check_flag("GRADIENT_ACCUMULATION_STEPS", args.accumulation_steps, "--accumulation_steps")
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     if deepspeed and wants_cpu:

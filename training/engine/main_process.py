@@ -40,7 +40,7 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
         raise errors[0]
     places = [f"rank {rank} on {host}" for rank, (error, host) in enumerate(everyone) if error]
     raise type(errors[0])(
-        f"{errors[0]} (only {', '.join(places)} of {len(everyone)} processes: every machine needs "
+        f"{errors[0]} (of {len(everyone)} processes only {', '.join(places)}: every machine needs "
         "the same files)"
     )
 

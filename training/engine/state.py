@@ -29,7 +29,7 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, tensor: Tensor) -> d
 
 
 def catch_up(optimizer, step: int) -> None:
-    """Set the bias correction of DeepSpeed's CPU AdamW as after `step` steps, bit for bit.
+    """Give DeepSpeed's CPU AdamW exactly the bias correction that it has after `step` steps.
     DeepSpeed multiplies powers of the betas step by step and has no setter: take empty steps."""
     group = optimizer.param_groups[0]
     betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
