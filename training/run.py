@@ -119,7 +119,7 @@ class Run:
         self.val_loader = prepared.val_set and validation_loader(
             prepared.val_set, args.batch_size, args.eval_samples, self.accelerator
         )
-        self.checkpointer = Checkpointer(prepared, engine, self.state, compiled, self.log)
+        self.checkpointer = Checkpointer(prepared, self.state, compiled, self.log)
 
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the steps (from 1), until the last step or a stop request."""

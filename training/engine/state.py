@@ -44,8 +44,7 @@ class TrainingState:
     Every process must call each method. Rank 0 gets whole tensors on its CPU, the others get {}."""
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
-        self.accelerator = engine.accelerator
-        self.divides_model = engine.divides_model
+        self.engine, self.accelerator = engine, engine.accelerator
         self.model = getattr(model, "module", model)  # without the wrapper of DDP or DeepSpeed
         # `zero` is DeepSpeed's wrapper, which divides the weights; `optimizer` is inside it.
         self.zero = model.optimizer if engine.deepspeed is not None else None
@@ -61,7 +60,7 @@ class TrainingState:
 
     def whole_model(self) -> Transformer | None:
         """Return the model; under ZeRO-3 a copy on the main process's CPU, None on the others."""
-        if not self.divides_model:
+        if not self.engine.divides_model:
             return self.model
         weights = self.weights()
         for name, parameter in self._frozen():
@@ -110,7 +109,7 @@ class TrainingState:
     def load_weights(self, weights: dict, source: str) -> None:
         """Restore fp32 weights, trained and frozen. The weights of adapters may be missing.
         Raises ConfigError if names or shapes do not fit the model."""
-        if self.divides_model:  # the model's own parameters have no shape
+        if self.engine.divides_model:  # the model's own parameters have no shape
             with torch.device("meta"):
                 shapes = Transformer(self.model.config)
                 if self.model.lora:
