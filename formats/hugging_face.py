@@ -53,16 +53,10 @@ IN_LAYER = {
 }
 
 
-def split_halves(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows of wq or wk, (heads · head_dim, dim), from our order to Hugging Face's."""
-    rows = weight.unflatten(0, (heads, -1, 2))  # (heads, head_dim/2, 2, dim)
-    return rows.transpose(1, 2).reshape_as(weight)
-
-
-def join_halves(weight: Tensor, heads: int) -> Tensor:
-    """Undo `split_halves`."""
-    rows = weight.unflatten(0, (heads, 2, -1))  # (heads, 2, head_dim/2, dim)
-    return rows.transpose(1, 2).reshape_as(weight)
+def reordered(weight: Tensor, *order: int) -> Tensor:
+    """Reorder rows of wq or wk, (heads · head_dim, dim). `order` is their order before: (heads,
+    head_dim/2, 2) is ours, (heads, 2, head_dim/2) is Hugging Face's. The result has the other."""
+    return weight.unflatten(0, order).transpose(1, 2).reshape_as(weight)
 
 
 def rotated_heads(name: str, config: LMConfig) -> int | None:
@@ -81,7 +75,7 @@ def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             for i, matrix in enumerate(weight):
                 renamed[theirs.replace("mlp.", f"mlp.experts.{i}.")] = matrix
         else:
-            renamed[theirs] = split_halves(weight, heads) if heads else weight
+            renamed[theirs] = reordered(weight, heads, -1, 2) if heads else weight
     return renamed
 
 
@@ -126,7 +120,7 @@ def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
     """Return Hugging Face's weight with rows in our order. `name` is our name of the weight."""
     heads = rotated_heads(name, config)
     fits = heads and weight.shape[:1] == (heads * config.head_dim,)
-    return join_halves(weight, heads) if fits else weight
+    return reordered(weight, heads, 2, -1) if fits else weight
 
 
 # Settings of rope_type "llama3": our names → Hugging Face's.
