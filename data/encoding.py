@@ -157,7 +157,7 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
             yield window.popleft().result()
 
     try:
-        # Ignore Ctrl-C here, because a new process inherits SIG_IGN before its initializer runs.
+        # New processes inherit SIG_IGN, which protects them until their initializer runs.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for _ in range(workers):  # each call starts a process
             pool.submit(os.getpid)

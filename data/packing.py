@@ -187,7 +187,7 @@ def _write_splits(
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits, and return their part of the description. A document is for
-    validation if its hash / 2^64 is below `share`; other documents have no influence on this."""
+    validation if its hash / 2^64 is below `share`, whatever other documents there are."""
     n_bad, first_bad = 0, None
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:

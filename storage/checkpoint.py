@@ -11,7 +11,7 @@ A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent
     manifest.json          size and SHA-256 of each file above
 
 Any engine and any number of processes can load a checkpoint. It contains no code.
-If a run has adapters, the weights before the run are in its folder base/.
+If a run has adapters, its initial weights are in its folder base/.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
 
 
 def write_base(run: RunFolder, config: LMConfig, weights: dict, tokenizer: Path) -> None:
-    """Write the weights before a run with adapters, and the tokenizer, into base/."""
+    """Write the initial weights of a run with adapters, and the tokenizer, into base/."""
     try:
         with whole_folder(run.base) as folder:
             portable.save_portable(folder, config, weights)

@@ -24,7 +24,7 @@ class RunFolder:
         self.latest = self.checkpoints / "latest"  # holds the name of the newest checkpoint
         self.profile = path / "profile"  # traces of --profile
         self.weights = path / "weights"  # portable weights, written at the end of the run
-        self.base = path / "base"  # the weights before a run with adapters
+        self.base = path / "base"  # the initial weights of a run with adapters
         self.adapter = path / "adapter"  # the adapters without the base, in PEFT's format
         self.loss_picture = path / "loss.png"  # loss curves
         self.report = path / "report.html"  # see report/page.py

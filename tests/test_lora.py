@@ -111,7 +111,7 @@ def test_flops_per_token_count_no_gradient_of_a_frozen_weight():
         ),
         ({"module_name": "output"}, "the output layer too, which shares"),
         ({"module_name": ""}, "the output layer too"),
-        ({"dim": 0}, "lora_dim must be from 1 to dim (32), not 0"),
+        ({"dim": 0}, "lora_dim must be from 1 to dim .32., not 0"),
         ({"dim": 33}, "not 33"),
     ],
 )

@@ -181,7 +181,7 @@ class SFTArguments(TrainingArguments):
     learning_rate: float = changed("learning_rate", 1e-4)
 
     lora_dim: int | None = setting(
-        None, "rank of the LoRA adapters, trained in place of matrices", AT_LEAST_1, group="adapters"
+        None, "rank of LoRA adapters, trained in place of matrices", AT_LEAST_1, group="adapters"
     )
     lora_alpha: float = setting(16.0, "adapters are scaled by lora_alpha / lora_dim", POSITIVE)
     lora_module_name: str = setting("layers", "layers with this text in their name get adapters")

@@ -2,7 +2,7 @@
 
 For the divergence, both models' logits are divided by a temperature T before the softmax. The
 factor T² compensates for gradients that shrink as 1/T² (Hinton et al., arxiv.org/abs/1503.02531).
-Backward recomputes each chunk of logits, so no fp32 copy of all logits is in memory.
+Many logits are divided into chunks, and backward computes the fp32 copy of each chunk again.
 """
 
 from functools import partial
