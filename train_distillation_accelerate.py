@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(run: Run) -> None:
     """Train from the run's first step to its last, then write the results."""
-    args, compiled = run.args, run.built.compilation.on
+    args, compiled = run.args, run.work.compiled
     vocab_size = run.prepared.train_set.vocab_size
     for step in run.steps():
         run.begin(step)  # learning rate

@@ -30,7 +30,7 @@ def start_run(flags: list[str]) -> Run:
     Args:
         flags: of the training script.
 
-    Raises UsageError, ConfigError or DataError if the flags or the data are invalid.
+    Raises UsageError or ConfigError if the flags or the data are invalid.
     """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         run = set_up(*parse_arguments(["--out_dir", folder, *QUIET.split(), *flags]))
@@ -49,8 +49,7 @@ class OurStep:
     def __init__(self, flags: list[str]):
         self.run = run = start_run(flags)
         self.device, self.engine = run.accelerator.device, run.engine.name
-        work = run.prepared.workload(run.engine.processes, self.device, run.built.compilation.on)
-        self.expected = estimate(run.engine.kind, work)
+        self.expected = estimate(run.engine.kind, run.work)
         self._steps = itertools.count(1)
         self._loss: Tensor | None = None
         self._norms: list[float | Tensor] = []  # of the gradients since the last call of `loss`

@@ -28,9 +28,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from common.errors import UsageError
 from common.parser import is_text
 from data.corpus import JSONL, Record, parquet_rows, read_records
-from data.errors import DataError
 
 SUFFIXES = (*JSONL, ".parquet")
 ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
 
 
 def conversation_records(files: list[str]) -> Iterator[Record]:
-    """Yield every conversation of every file, as JSON. Raises DataError if a file is unreadable."""
+    """Yield each conversation of each file, as JSON. Raises UsageError if a file is unreadable."""
     if files[0].endswith(".py"):
         yield from _about_docstrings(files)
         return
@@ -72,32 +72,32 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
-    """Return the turns of a conversation. Raises DataError, which begins with `where`, if the
+    """Return the turns of a conversation. Raises UsageError, which begins with `where`, if the
     format is unknown, if `check_turns` refuses it, or if no answer counts in the loss."""
     if value.get("history"):
-        raise DataError(f'{where}: "history" is not supported: put all turns into "messages"')
+        raise UsageError(f'{where}: "history" is not supported: put all turns into "messages"')
     turns = _turns(value, where)
     if value.get(SYSTEM):
         turns = [Turn(SYSTEM, value[SYSTEM]), *turns]
     check_turns(turns, where)
     if not any(turn.counts for turn in turns):
-        raise DataError(f"{where}: no answer of the assistant counts in the loss")
+        raise UsageError(f"{where}: no answer of the assistant counts in the loss")
     return turns
 
 
 def check_turns(turns: Iterable[Turn], where: str) -> None:
-    """Raise DataError for roles in a wrong order, a content that is not text, or an empty answer.
+    """Raise UsageError for roles in a wrong order, a content that is not text, or an empty answer.
     User and assistant alternate. The first turn may have the role "system"."""
     expected = (SYSTEM, USER)
     for number, (role, content, _) in enumerate(turns, 1):
         place = f"{where}: turn {number}"
         if role not in expected:
             known = " or ".join(expected)
-            raise DataError(f"{place} has the role {_shown(role)} instead of {known}")
+            raise UsageError(f"{place} has the role {_shown(role)} instead of {known}")
         if not is_text(content):
-            raise DataError(f"{place} has {_shown(content)} instead of a text")
+            raise UsageError(f"{place} has {_shown(content)} instead of a text")
         if role == ASSISTANT and not content.strip():
-            raise DataError(f"{place} is an empty answer")
+            raise UsageError(f"{place} is an empty answer")
         expected = (ASSISTANT,) if role == USER else (USER,)
 
 
@@ -131,7 +131,7 @@ def _turns(value: dict, where: str) -> list[Turn]:
             parts = (given["instruction"], given.get("input"))
             question = "\n\n".join(part for part in parts if part)
             return [Turn(USER, question), Turn(ASSISTANT, given["output"])]
-    raise DataError(
+    raise UsageError(
         f'{where}: no conversation. It needs "conversations", or "messages", or "prompt" and '
         '"completion", "chosen" or "response", or texts in "instruction" and "output"'
     )
@@ -142,7 +142,7 @@ def _listed_turns(turns: object, where: str) -> list[Turn]:
         if all(turn.get("weight") in (None, 0, 1) for turn in turns):
             return [_turn(turn, where) for turn in turns]
     form = 'a list of {"role", "content"} or {"from", "value"}, perhaps with "weight": 0 or 1'
-    raise DataError(f"{where}: expected {form}, not {_shown(turns)}")
+    raise UsageError(f"{where}: expected {form}, not {_shown(turns)}")
 
 
 def _turn(said: dict, where: str) -> Turn:
@@ -150,7 +150,7 @@ def _turn(said: dict, where: str) -> Turn:
     keys = ("role", "content") if said.get("from") is None else ("from", "value")
     role, content = (said[key] for key in keys)
     if role in TOOLS or said.get("tool_calls") or said.get("function_call"):
-        raise DataError(f"{where}: calls of tools are not supported")
+        raise UsageError(f"{where}: calls of tools are not supported")
     return Turn(SHAREGPT.get(role, role), text_of(content), said.get("weight") != 0)
 
 

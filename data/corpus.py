@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from common.errors import UsageError
 from common.parser import is_text
-from data.errors import DataError
 
 BUILTIN = "builtin"
 TEXT_COLUMN = "text"
@@ -63,7 +63,7 @@ def text_size(files: Iterable[str]) -> int:
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """Return the paths of a corpus, which is a file, a folder or "builtin".
-    Raises DataError if `source` does not exist or has no file with one of the suffixes."""
+    Raises UsageError if `source` does not exist or has no file with one of the suffixes."""
     if source == BUILTIN:
         files = []
         for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
@@ -72,12 +72,12 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
         return files
     path = Path(source)
     if not path.exists():
-        raise DataError(f"{source}: no such file or folder")
+        raise UsageError(f"{source}: no such file or folder")
     paths = sorted(map(str, path.rglob("*"))) if path.is_dir() else [str(path)]
     files = [each for each in paths if each.endswith(suffixes) and os.path.isfile(each)]
     if not files:
         kinds = ", ".join(suffixes)
-        raise DataError(f"{source}: found no file that ends in one of {kinds}")
+        raise UsageError(f"{source}: found no file that ends in one of {kinds}")
     return files
 
 
@@ -85,7 +85,7 @@ def read_records(
     files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
 ) -> Iterator[Record]:
     """Yield every document of every file. A document of a .txt has at most section_bytes.
-    Raises DataError if a file cannot be read or has no column `text_column`."""
+    Raises UsageError if a file cannot be read or has no column `text_column`."""
     for path in files:
         try:
             if path.endswith(".csv"):
@@ -105,7 +105,7 @@ def read_records(
             else:
                 yield from _sections(path, section_bytes)
         except (OSError, EOFError, zlib.error, csv.Error) as error:
-            raise DataError(f"{path}: cannot be read: {error}") from error
+            raise UsageError(f"{path}: cannot be read: {error}") from error
 
 
 def _sections(path: str, most: int) -> Iterator[Record]:
@@ -151,7 +151,7 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
 
 def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Yield each row of a .parquet file as a dict of the columns in `keys` that the file has.
-    Raises DataError if the file has none of these columns or is damaged."""
+    Raises UsageError if the file has none of these columns or is damaged."""
     arrow = _pyarrow(path)
     try:
         # A row group may be the whole file. These two settings read it in pieces.
@@ -159,60 +159,60 @@ def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
             columns = _known_columns(path, keys, file.schema_arrow.names)
             for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
                 yield from batch.to_pylist()
-    except DataError:
+    except UsageError:
         raise
     except (OSError, ValueError, LookupError, arrow.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _known_columns(path: str, keys: tuple[str, ...], names: list[str]) -> list[str]:
-    """Return the keys that are column names. Raises DataError if no key is a column name."""
+    """Return the keys that are column names. Raises UsageError if no key is a column name."""
     if columns := [key for key in keys if key in names]:
         return columns
     known = ", ".join(map(repr, names))
     wanted = " or ".join(map(repr, keys))
-    raise DataError(f"{path}: no column {wanted} (--text_column); it has {known}")
+    raise UsageError(f"{path}: no column {wanted} (--text_column); it has {known}")
 
 
 def _pyarrow(path: str) -> ModuleType:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"{path} needs pyarrow: python -m pip install pyarrow") from error
+        raise UsageError(f"{path} needs pyarrow: python -m pip install pyarrow") from error
     return pyarrow
 
 
 def parse(record: Record) -> str:
-    """Return the text of a record. Raises DataError, which names the place, if it has no text."""
+    """Return the text of a record. Raises UsageError, which names the place, if it has no text."""
     if record.fault:
-        raise DataError(f"{record.place}: {record.fault}")
+        raise UsageError(f"{record.place}: {record.fault}")
     if not record.path.endswith(JSONL):
         return decode(record)
     text = load_json(record).get(record.text_column)
     if not is_text(text):
         found = f'"{record.text_column}" must be a valid string, not {text!r:.40}'
-        raise DataError(f"{record.place}: {found}")
+        raise UsageError(f"{record.place}: {found}")
     return text
 
 
 def decode(record: Record) -> str:
-    """Decode a record, without a byte order mark. Raises DataError if it is not valid UTF-8."""
+    """Decode a record, without a byte order mark. Raises UsageError if it is not valid UTF-8."""
     try:
         text = record.raw.decode()
     except UnicodeDecodeError as error:
         where = f"{record.place}: not valid UTF-8 (after {error.start} valid bytes)"
         hint = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
-        raise DataError(f"{where}: {hint}") from error
+        raise UsageError(f"{where}: {hint}") from error
     at_start = record.position == (1 if record.path.endswith(JSONL) else 0)
     return text.removeprefix("\ufeff") if at_start else text
 
 
 def load_json(record: Record) -> dict[str, Any]:
-    """Return the JSON object of a record. Raises DataError if the record is not a JSON object."""
+    """Return the JSON object of a record. Raises UsageError if the record is not a JSON object."""
     text = decode(record)
     try:
         if isinstance(value := json.loads(text), dict):
             return value
         raise ValueError(f"this line is a {type(value).__name__}")
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{record.place}: not JSON with one object per line ({error})") from error
+        raise UsageError(f"{record.place}: not JSON with one object per line ({error})") from error

@@ -1,27 +1,31 @@
 """PyTorch datasets of prepared data, and a loader of micro-batches."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 
+from common.errors import UsageError
 from common.numbers import counted
-from data.errors import DataError, NothingFitsError
-from data.order import MicroBatchSampler
 from data.shards import ANSWER_DTYPE, CONVERSATIONS, TEXT, read_description
 from data.tokenizer import tokenizer_in
 from model import IGNORE_INDEX
 
 
+class NothingFitsError(UsageError):
+    """A split has no sample of the requested length."""
+
+
 class TokenStream(Dataset):
     """The shards of one split as one stream of tokens.
     All shards are memory-mapped from the start, so the folder may be deleted during a run. Raises
-    DataError if the folder is damaged or holds another kind of data."""
+    UsageError if the folder is damaged or holds another kind of data."""
 
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
@@ -33,7 +37,7 @@ class TokenStream(Dataset):
         self.seq_len = seq_len
         self.description = read_description(folder, self.kind)
         if (kind := self.description["kind"]) != self.kind:
-            raise DataError(f"{folder} holds {kind}, not {self.kind}")
+            raise UsageError(f"{folder} holds {kind}, not {self.kind}")
         self._part = part = self.description["splits"][split]
         self.n_tokens = part["tokens"]
         self.bytes_per_token = part["bytes"] / max(1, part.get("answers", part)["tokens"])
@@ -71,7 +75,7 @@ class TokenStream(Dataset):
         tokens = np.concatenate(parts)
         if (largest := tokens.max()) >= self.vocab_size:
             limit = f"token id {largest} is outside the vocabulary of {self.vocab_size}"
-            raise DataError(f"{self.folder}: damaged, prepare the data again: {limit}")
+            raise UsageError(f"{self.folder}: damaged, prepare the data again: {limit}")
         return torch.from_numpy(tokens.astype(np.int64))
 
 
@@ -93,7 +97,7 @@ class PackedDataset(TokenStream):
         return max(0, self.n_tokens - 1) // self.seq_len
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64 (seq_len,). Raises DataError if data are damaged."""
+        """Return (tokens, targets), both int64 (seq_len,). Raises UsageError for damaged data."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         window = self._read(i * self.seq_len, self.seq_len + 1)
@@ -124,7 +128,7 @@ class ConversationSet(TokenStream):
         begin, answer, end = self._answers.T
         valid = (begin >= 0) & (begin < answer) & (answer < end) & (end <= self.n_tokens)
         if not valid.all():
-            raise DataError(f"{folder}: damaged answers in {split}; prepare the data again")
+            raise UsageError(f"{folder}: damaged answers in {split}; prepare the data again")
         # Row i has the answers _first[i] : _end[i], all of which fit into seq_len targets.
         fitting = np.flatnonzero(end - begin <= seq_len + 1)
         begins, rows, n_answers = np.unique(begin[fitting], return_index=True, return_counts=True)
@@ -149,7 +153,7 @@ class ConversationSet(TokenStream):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         """Return (tokens, targets), both int64 (lengths[i],).
-        Targets outside of answers are IGNORE_INDEX. Raises DataError if the data are damaged."""
+        Targets outside of answers are IGNORE_INDEX. Raises UsageError if the data are damaged."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         answers = self._answers[self._first[i] : self._end[i]]
@@ -161,16 +165,18 @@ class ConversationSet(TokenStream):
         return row[:-1], targets[1:]
 
     def collate(self, rows: list[tuple], on_gpu: bool = False) -> tuple[Tensor, Tensor]:
-        """Pad rows of (tokens, targets) at their ends to `padded_length`. Return both as tensors of
-        shape (rows, length). Padded targets are IGNORE_INDEX."""
-        longest = max(len(tokens) for tokens, _ in rows)
-        length = padded_length(longest, self.seq_len, on_gpu)
-        all_tokens = torch.zeros(len(rows), length, dtype=torch.int64)
-        all_targets = torch.full((len(rows), length), IGNORE_INDEX)
-        for i, (tokens, targets) in enumerate(rows):
-            all_tokens[i, : len(tokens)] = tokens
-            all_targets[i, : len(targets)] = targets
-        return all_tokens, all_targets
+        """Call `pad`, and pad further to `padded_length`."""
+        tokens, targets = pad(rows)
+        longest = tokens.shape[1]
+        more = (0, padded_length(longest, self.seq_len, on_gpu) - longest)  # at the end of a row
+        return F.pad(tokens, more), F.pad(targets, more, value=IGNORE_INDEX)
+
+
+def pad(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Pad rows of (tokens, targets) at their ends to the longest row; both become (rows, length).
+    Padded targets are IGNORE_INDEX. Causal attention ignores padding at the end."""
+    tokens, targets = zip(*rows, strict=True)
+    return pad_sequence(tokens, True), pad_sequence(targets, True, IGNORE_INDEX)
 
 
 def padded_length(longest: int, seq_len: int, on_gpu: bool) -> int:
@@ -183,21 +189,3 @@ def padded_length(longest: int, seq_len: int, on_gpu: bool) -> int:
         multiple = max(8, min(64, seq_len // 16))
         length = -(-longest // multiple) * multiple
     return min(length, seq_len)
-
-
-def endless_batches(
-    dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, on_gpu: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tokens, targets) forever, both (batch_size, seq_len), or padded by `collate`.
-    num_workers processes read in advance. With 0, this process reads. `on_gpu`: for a GPU."""
-    collate = getattr(dataset, "collate", None)
-    # The loader draws a seed. A draw from the global generator would change the dropout masks.
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=num_workers,
-        pin_memory=on_gpu,
-        generator=torch.Generator(),
-        collate_fn=collate and partial(collate, on_gpu=on_gpu),
-    )
-    yield from loader

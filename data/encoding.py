@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.errors import UsageError
 from data.chat_template import encode_conversation
 from data.conversations import Turn, parse_conversation
 from data.corpus import Record, load_json, parse
-from data.errors import DataError
 from data.shards import TEXT, token_dtype
 from data.tokenizer import Tokenizer, open_tokenizer
 
@@ -73,7 +73,7 @@ def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) 
                 values.append(parse(record))
             else:
                 values.append(parse_conversation(load_json(record), record.place))
-        except DataError as error:
+        except UsageError as error:
             bad.append(str(error))
     if kind == TEXT:
         documents = list(_texts(tokenizer, [text for text in values if text], segmentations))
@@ -135,7 +135,7 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
     """Yield a function that takes records and a partial of `encode_batch`, and yields encoded
-    batches. Texts above BATCH_BYTES use `workers` processes. Raises DataError if one is killed."""
+    batches. Texts above BATCH_BYTES use `workers` processes. Raises UsageError if one is killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # an earlier tokenizer may have had the same path
         yield lambda records, encode: map(encode, _batches(records))
@@ -165,7 +165,7 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
         yield encode_all
     except BrokenProcessPool as error:
         hint = "perhaps memory ran out: try fewer --workers"
-        raise DataError(f"an encoding process was killed, {hint}") from error
+        raise UsageError(f"an encoding process was killed, {hint}") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -66,11 +66,8 @@ class MicroBatchSampler:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions. Each epoch has n_samples positions."""
-
-        def of_epoch(epoch: int, within: np.ndarray) -> np.ndarray:
-            return shuffled(within, self.n_samples, self.seed, epoch)
-
-        return _in_periods(positions, self.n_samples, of_epoch)
+        n, seed = self.n_samples, self.seed
+        return _in_periods(positions, n, lambda epoch, within: shuffled(within, n, seed, epoch))
 
 
 def _in_periods(positions: np.ndarray, size: int, of_period: Callable) -> np.ndarray:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.atomic import whole_folder
+from common.errors import UsageError
 from data.conversations import conversation_records
 from data.corpus import TEXT_COLUMN, Record, parse, read_records, text_size
 from data.encoding import Encoded, encode_batch, encoders
-from data.errors import DataError
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
 from data.tokenizer import TOKENIZER_FILE, copy_tokenizer, open_tokenizer, tokenizer_hash
 from data.tokenizer_training import train_tokenizer
@@ -95,8 +95,8 @@ def prepare(
     files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]
 ) -> dict:
     """Write tokenizer, shards and description into the folder `out`; return the description.
-    `progress` is called with the number of bytes just encoded. Raises DataError for problems of the
-    text, OSError for problems of the disk. After an error, no incomplete folder is left."""
+    `progress` is called with the number of bytes just encoded. Raises UsageError for problems of
+    the text, OSError for problems of the disk. After an error, no incomplete folder is left."""
     # Describe files before reading them. A file that changes later then counts as changed.
     fingerprint = describe_sources(files, options)
     # The encoding processes start while the tokenizer is trained.
@@ -134,7 +134,7 @@ def prepare(
 
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
     """Describe files and settings. Equal descriptions lead to equal shards.
-    Raises DataError if the tokenizer cannot be read, OSError if a file cannot be read."""
+    Raises UsageError if the tokenizer cannot be read, OSError if a file cannot be read."""
     if options.tokenizer is not None:
         open_tokenizer(options.tokenizer)  # refuse a wrong file early
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
@@ -167,10 +167,10 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
                 continue
             try:
                 yield parse(record)
-            except DataError as error:
+            except UsageError as error:
                 if options.skip_bad_lines:
                     continue
-                raise DataError(f"{error}; {SKIP_HINT}") from error
+                raise UsageError(f"{error}; {SKIP_HINT}") from error
             taken += len(record.raw)
             if taken > limit:
                 return
@@ -191,7 +191,7 @@ def _write_splits(
     n_bad, first_bad = 0, None
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:
-            raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
+            raise UsageError(f"{encoded.bad[0]}; {SKIP_HINT}")
         n_bad += len(encoded.bad)
         first_bad = first_bad or next(iter(encoded.bad), None)
         for document in encoded.documents:
@@ -202,7 +202,7 @@ def _write_splits(
                 train.write(tokens, document.n_bytes, document.answers)
         progress(encoded.raw_bytes)
     if not train.documents:
-        raise DataError(f"no {options.kind} for training in these files")
+        raise UsageError(f"no {options.kind} for training in these files")
     return {
         "splits": {"train": train.close(), "val": val.close()},
         "bad_documents": n_bad,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from common.errors import UsageError
 from data.corpus import BUILTIN, SUFFIXES
-from data.errors import DataError
 from data.packing import PackingOptions, describe_sources
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, TEXT, read_description
 from data.tokenizer import tokenizer_hash
@@ -24,9 +23,9 @@ def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
 
 
 def conversations_out(conversations: str, tokenizer: Path) -> Path:
-    """Return the folder for conversations encoded with `tokenizer`. Raises DataError without it."""
+    """Return the folder for conversations encoded with `tokenizer`. UsageError if it is missing."""
     if not tokenizer.is_file():
-        raise DataError(f"{tokenizer}, the tokenizer of the model, is missing")
+        raise UsageError(f"{tokenizer}, the tokenizer of the model, is missing")
     words = [tokenizer_hash(tokenizer)]
     if conversations != BUILTIN:
         words.append(str(Path(conversations).resolve()))
@@ -40,7 +39,7 @@ def find_prepared(
     `reuse` accepts other settings, and replaces data of the same path if the files have changed.
     `overwrite` replaces other data. Raises UsageError if `out` must not be replaced."""
     source, stored = describe_sources(files, options), {}
-    with suppress(DataError, OSError, KeyError):  # `out` is missing or damaged
+    with suppress(UsageError, OSError, KeyError):  # `out` is missing or damaged
         description = read_description(out)
         if description["tokenizer_sha256"] == tokenizer_hash(out):
             stored = description["prepared_from"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError
+from common.errors import UsageError
 
 DESCRIPTION_FILE = "dataset.json"
 FORMAT = 1
@@ -76,13 +76,13 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path, kind: str = TEXT) -> dict:
-    """Read dataset.json. Raises DataError, with advice for `kind`, if it is missing or damaged."""
+    """Read dataset.json. Raises UsageError, with advice for `kind`, if it is missing or damaged."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
         source, out = (folder, "") if folder.is_file() else ("FILE", f" --out {folder}")
         flag = "--data" if kind == TEXT else "--tokenizer out/runs/NAME --conversations"
-        raise DataError(
+        raise UsageError(
             f"{folder}: no prepared data here, {DESCRIPTION_FILE} is missing; prepare it with "
             f"`python -m scripts.prepare_data {flag} {source}{out}`"
         )
@@ -92,7 +92,7 @@ def read_description(folder: str | Path, kind: str = TEXT) -> dict:
         _check(folder, description)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         problem = f"damaged or another version ({type(error).__name__}: {error})"
-        raise DataError(f"{path}: {problem}: prepare the data again") from error
+        raise UsageError(f"{path}: {problem}: prepare the data again") from error
     return description
 
 

@@ -11,25 +11,20 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models
 
-from data.errors import DataError
+from common.errors import UsageError
 
 TOKENIZER_FILE = "tokenizer.model"  # a SentencePiece model
 TOKENIZER_JSON = "tokenizer.json"
 MARKERS_FILE = "tokenizer_config.json"  # names the pieces that begin and end a document
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_JSON, MARKERS_FILE)
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
-# Character → byte, as in GPT-2's `bytes_to_unicode`: byte-level BPE writes a visible byte as
-# itself, and every other byte as a character from U+0100 on.
-_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
-BYTE_ALPHABET = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 # Preparation runs one process per core already. Threads of `tokenizers` do not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
     """Encode text with a SentencePiece model, and decode ids to text.
-    Raises DataError if the file is not a model with the pieces <s> and </s>."""
+    Raises UsageError if the file is not a model with the pieces <s> and </s>."""
 
     _space = SPACE_SYMBOL  # how pieces spell a space
 
@@ -38,11 +33,11 @@ class Tokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=self.path)
         except (RuntimeError, OSError) as error:
-            raise DataError(f"{path}: not a SentencePiece model") from error
+            raise UsageError(f"{path}: not a SentencePiece model") from error
         self.vocab_size = self._model.vocab_size()
         self.bos_id, self.eos_id = self._model.bos_id(), self._model.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
-            raise DataError(f"{path}: has no <s> and </s> pieces")
+            raise UsageError(f"{path}: has no <s> and </s> pieces")
         # A literal U+2581 would be decoded as a space, so it is encoded as three byte pieces.
         names = [f"<0x{byte:02X}>" for byte in SPACE_SYMBOL.encode()]
         self._space_symbol_ids = [self._model.piece_to_id(name) for name in names]
@@ -91,7 +86,7 @@ class Tokenizer:
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json with byte-level BPE, as in SmolLM2 or Llama 3, next to a MARKERS_FILE.
-    A marker's name in a text is encoded as text. Raises DataError for another kind of file."""
+    A marker's name in a text is encoded as text. Raises UsageError for another kind of file."""
 
     _space = "\u0120"
 
@@ -100,10 +95,10 @@ class JsonTokenizer(Tokenizer):
         try:
             self._model = tokenizers.Tokenizer.from_file(self.path)
         except Exception as error:  # the package raises no narrower class
-            raise DataError(f"{path}: not a tokenizer.json ({error})") from error
+            raise UsageError(f"{path}: not a tokenizer.json ({error})") from error
         kinds = (type(self._model.model), type(self._model.decoder))
         if kinds != (models.BPE, decoders.ByteLevel):
-            raise DataError(f"{path}: only byte-level BPE can be read")
+            raise UsageError(f"{path}: only byte-level BPE can be read")
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # encode the names of markers as text
@@ -111,12 +106,12 @@ class JsonTokenizer(Tokenizer):
         self.bos_id, self.eos_id = map(self._model.token_to_id, markers.values())
         if None in (self.bos_id, self.eos_id):
             names = " or ".join(markers.values())
-            raise DataError(f"{path} has no piece {names}, which {MARKERS_FILE} names")
+            raise UsageError(f"{path} has no piece {names}, which {MARKERS_FILE} names")
         self.vocab_size = max(self._model.get_vocab().values()) + 1
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may be half a character."""
+        """Map every piece, spelled in the characters of byte-level BPE, to its id."""
         added = self._model.get_added_tokens_decoder()
         return {text: id for text, id in self._model.get_vocab().items() if id not in added}
 
@@ -135,16 +130,16 @@ def tokenizer_in(folder: Path) -> Path:
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Open the tokenizer of a file or folder. Raises DataError if it cannot be read."""
+    """Open the tokenizer of a file or folder. Raises UsageError if it cannot be read."""
     path = _file(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such tokenizer file")
+        raise UsageError(f"{path}: no such tokenizer file")
     return JsonTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
 
 
 def read_markers(path: str | Path) -> dict[str, str]:
     """Return "bos_token" and "eos_token", the pieces that begin and end a document. If
-    bos_token is missing, eos_token takes its place. Raises DataError if there is no eos_token."""
+    bos_token is missing, eos_token takes its place. Raises UsageError if there is no eos_token."""
     beside = Path(path).with_name(MARKERS_FILE)
     try:
         values = json.loads(beside.read_text(encoding="utf-8"))
@@ -153,12 +148,12 @@ def read_markers(path: str | Path) -> dict[str, str]:
         if not isinstance(end, str) or not isinstance(begin, str | None):
             raise ValueError("no eos_token")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(f"{beside} names no piece that ends a document ({error})") from error
+        raise UsageError(f"{beside} names no piece that ends a document ({error})") from error
     return {"bos_token": begin or end, "eos_token": end}
 
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Return name → content of tokenizer files. Raises DataError or OSError if one is missing."""
+    """Return name → content of tokenizer files. Raises UsageError or OSError if one is missing."""
     path = _file(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from data.errors import DataError
+from common.errors import UsageError
 from data.tokenizer import SPACE_SYMBOL
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
@@ -22,19 +22,19 @@ def train_tokenizer(
 ) -> None:
     """Train a BPE tokenizer on texts and write it to `path`. At most half of the pieces are single
     characters; rarer characters are spelled in bytes. With may_shrink, a short text gets fewer
-    pieces. Raises DataError if vocab_size is below 262 or too large for the texts."""
+    pieces. Raises UsageError if vocab_size is below 262 or too large for the texts."""
     texts = list(texts)
     if not any(texts):
-        raise DataError("there is no text in these files")
+        raise UsageError("there is no text in these files")
     if vocab_size < LEAST_VOCABULARY:
-        raise DataError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
+        raise UsageError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
     size = vocab_size
     while isinstance(model := _train(texts, size), int):
         size = model  # repeat: now fewer characters become pieces, so the limit may fall again
         if size < LEAST_VOCABULARY:
-            raise DataError("too little text to train a tokenizer on")
+            raise UsageError("too little text to train a tokenizer on")
     if size < vocab_size and not may_shrink:
-        raise DataError(f"too little text for {vocab_size} pieces: pass --vocab_size {size}")
+        raise UsageError(f"too little text for {vocab_size} pieces: pass --vocab_size {size}")
     Path(path).write_bytes(model)
 
 
@@ -70,5 +70,5 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
     except (RuntimeError, ValueError) as error:
         if limit := re.search(r"value <= (\d+)", str(error)):
             return int(limit[1])
-        raise DataError(f"SentencePiece cannot train on this text: {error}") from error
+        raise UsageError(f"SentencePiece cannot train on this text: {error}") from error
     return model.getvalue()

@@ -46,7 +46,7 @@ def conversation_rows(
 
     A conversation is a unit. A long conversation is cut after the last answer that ends within
     seq_len targets. It is left out if no answer ends within seq_len targets. `counts`
-    counts both cases, as "cut" and "left_out". Raises DataError if a record is wrong.
+    counts both cases, as "cut" and "left_out". Raises UsageError if a record is wrong.
     """
     for number, record in enumerate(records):
         turns = parse_conversation(load_json(record), record.place)

@@ -7,11 +7,11 @@ from itertools import takewhile
 import numpy as np
 import torch
 
+from common.errors import UsageError
 from common.parser import is_text
 from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, USER, Turn
 from data.corpus import Record, load_json
-from data.errors import DataError
 from data.tokenizer import Tokenizer
 from evaluation.scoring import Row, ratio
 from model import IGNORE_INDEX
@@ -21,7 +21,7 @@ FORM = '{"question": text, "choices": [two or more texts], "answer": number from
 
 
 def parse_question(record: Record) -> tuple[str, list[str], int]:
-    """Return question, choices, index of the answer. Raises DataError if it has another form."""
+    """Return question, choices, index of the answer. Raises UsageError if it has another form."""
     fields = load_json(record)
     text, choices, right = (fields.get(key) for key in ("question", "choices", "answer"))
     if isinstance(right, str) and len(right) == 1:
@@ -29,7 +29,7 @@ def parse_question(record: Record) -> tuple[str, list[str], int]:
     texts = [text, *choices] if isinstance(choices, list) else []
     is_valid = len(texts) > 2 and all(map(is_text, texts)) and all(choices)
     if not is_valid or type(right) is not int or not 0 <= right < len(choices):
-        raise DataError(f"{record.place}: not a question of the form {FORM}")
+        raise UsageError(f"{record.place}: not a question of the form {FORM}")
     return text, choices, right
 
 
@@ -59,7 +59,7 @@ def question_rows(
     """Yield one row per choice; a question is a unit.
 
     The unit is (place, index of the right choice, True if a row is cut to fit the context).
-    Raises DataError if a line is not a question, or a choice has no token or exceeds the context.
+    Raises UsageError if a line is not a question, or a choice has no token or exceeds the context.
     """
     for record in records:
         text, choices, right = parse_question(record)
@@ -68,7 +68,7 @@ def question_rows(
         for choice, (ids, n_context) in zip(choices, encoded, strict=True):
             n_scored = len(ids) - n_context
             if not 0 < n_scored <= seq_len:
-                raise DataError(f"{record.place}: a choice has {n_scored} tokens, not 1-{seq_len}")
+                raise UsageError(f"{record.place}: a choice has {n_scored} tokens, not 1-{seq_len}")
             ids = ids[-(seq_len + 1) :]  # cut off the beginning
             targets = [IGNORE_INDEX] * (len(ids) - 1 - n_scored) + ids[len(ids) - n_scored :]
             yield Row(unit, torch.tensor(ids[:-1]), torch.tensor(targets), len(choice.encode()))

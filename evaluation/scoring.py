@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from common.errors import UsageError
+from data.dataset import pad
 from model import IGNORE_INDEX, Transformer
 from model.cache import without_cudnn
 from training.engine.device import has_bf16, keep_freed_memory, use_all_cores
@@ -60,7 +60,8 @@ class Scorer:
     def _scored(self, block: list[Row]) -> Iterator[tuple[Hashable, list[float]]]:
         """Yield the unit and the sums of each row, in the order of the block."""
         order = sorted(range(len(block)), key=lambda i: -len(block[i].tokens))  # longest first
-        loader = DataLoader([block[i] for i in order], self.batch_size, collate_fn=pad)
+        longest_first = [(block[i].tokens, block[i].targets) for i in order]
+        loader = DataLoader(longest_first, self.batch_size, collate_fn=pad)
         # accelerator.prepare would keep the loader of every block until the program ends.
         loader = prepare_data_loader(loader, self.accelerator.device, put_on_device=True)
         is_bf16 = self.dtype == torch.bfloat16
@@ -80,13 +81,6 @@ class Scorer:
         sums_of = dict(zip(order, sums, strict=True))
         for i, row in enumerate(block):
             yield row.unit, [*sums_of[i], row.n_bytes]
-
-
-def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
-    """Return (tokens, targets), both (B, T). Causal attention ignores right padding."""
-    tokens = pad_sequence([row.tokens for row in rows], batch_first=True)
-    targets = pad_sequence([row.targets for row in rows], True, IGNORE_INDEX)
-    return tokens, targets
 
 
 def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None) -> Scorer:

@@ -13,12 +13,12 @@ from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
 from data.corpus import JSONL, TEXT_COLUMN, find_files, load_json, parquet_rows, read_records
 from data.dataset import ConversationSet, PackedDataset
-from data.errors import DataError
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
 from evaluation.language_modelling import conversation_rows, document_rows, prepared_rows, summary
 from evaluation.multiple_choice import answers, question_rows
 from evaluation.scoring import LEAST_UNITS, Row, Scorer
+from formats.portable import without_memory
 from storage.weights import Trained
 from training.engine.device import device_name
 from training.validation import spread
@@ -64,7 +64,7 @@ def detect_task(data: str, text_column: str | None = None) -> str:
         is_chat = read_description(data)["kind"] == CONVERSATIONS
         return "conversations" if is_chat else "packed"
     path, column, keys = find_files(data)[0], text_column or TEXT_COLUMN, set()
-    with suppress(StopIteration, AttributeError, DataError):  # scoring reports a bad first line
+    with suppress(StopIteration, AttributeError, UsageError):  # scoring reports a bad first line
         if path.endswith(".parquet"):
             keys = next(parquet_rows(path, (column, *CONVERSATION_KEYS))).keys()
         elif path.endswith(JSONL):
@@ -83,11 +83,12 @@ def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
     rows = progress_bar(total, desc="scoring", unit=" rows", iterable=rows, disable=not is_main)
     units = list(scorer.units(rows))  # this scores all rows
     if not units:
-        raise DataError(f"{args.data} has no text, question, or answer that fits into the context")
+        raise UsageError(f"{args.data} has no text, question, or answer that fits into the context")
     scores = answers(units) if args.task == "choice" else summary(units)
     settings = {
         "model": str(trained.folder),
-        "parameters": trained.n_parameters,
+        # Not of the model itself: under ZeRO-3 a process holds only a share.
+        "parameters": without_memory(trained.model.config).num_parameters(),
         "max_seq_len": trained.model.config.max_seq_len,
         **{name: getattr(args, name) for name in ("data", "task", "limit", *TASKS_OF)},
         "batch_size": scorer.batch_size,
@@ -127,11 +128,11 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
 
 def prepared(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int, dict]:
     """Return rows, number and facts for evenly spaced samples, chosen as in validation.
-    Raises DataError if the data has another tokenizer, or is shorter than one sequence."""
+    Raises UsageError if the data has another tokenizer, or is shorter than one sequence."""
     data, split = args.data, args.split or "val"
     tokenizer = trained.tokenizer.path
     if read_description(data).get("tokenizer_sha256") != tokenizer_hash(tokenizer):
-        raise DataError(f"{data} has another tokenizer: prepare it with --tokenizer {tokenizer}")
+        raise UsageError(f"{data} has another tokenizer: prepare it with --tokenizer {tokenizer}")
     is_packed = args.task == "packed"
     kind = PackedDataset if is_packed else ConversationSet
     dataset = kind(data, split, trained.model.config.max_seq_len)

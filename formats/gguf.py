@@ -11,7 +11,6 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from common.atomic import whole_file
 from common.errors import UsageError
 from data.chat_template import PLAIN_JINJA
-from data.errors import DataError
 from data.tokenizer import JsonTokenizer, Tokenizer
 from formats.tokenizer_json import read_exact
 from model.config import LMConfig
@@ -89,7 +88,7 @@ def export_gguf(
     UsageError if GGUF cannot hold the weights or the tokenizer, OSError if the disk is full."""
     if isinstance(tokenizer, JsonTokenizer):
         remedy = "run scripts.export_hf, then llama.cpp's convert_hf_to_gguf.py"
-        raise DataError(f"{tokenizer.path}: only SentencePiece can be written: {remedy}")
+        raise UsageError(f"{tokenizer.path}: only SentencePiece can be written: {remedy}")
     if model.config.use_moe:
         remedy = "run scripts.export_hf and use transformers"
         raise UsageError(f"llama.cpp cannot compute experts with this router: {remedy}")

@@ -53,16 +53,10 @@ IN_LAYER = {
 }
 
 
-def split_halves(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows of wq or wk, (heads · head_dim, dim), from our order to Hugging Face's."""
-    rows = weight.unflatten(0, (heads, -1, 2))  # (heads, head_dim/2, 2, dim)
-    return rows.transpose(1, 2).reshape_as(weight)
-
-
-def join_halves(weight: Tensor, heads: int) -> Tensor:
-    """Undo `split_halves`."""
-    rows = weight.unflatten(0, (heads, 2, -1))  # (heads, 2, head_dim/2, dim)
-    return rows.transpose(1, 2).reshape_as(weight)
+def reordered(weight: Tensor, *order: int) -> Tensor:
+    """Reorder rows of wq or wk, (heads · head_dim, dim). `order` is their order before: (heads,
+    head_dim/2, 2) is ours, (heads, 2, head_dim/2) is Hugging Face's. The result has the other."""
+    return weight.unflatten(0, order).transpose(1, 2).reshape_as(weight)
 
 
 def rotated_heads(name: str, config: LMConfig) -> int | None:
@@ -81,7 +75,7 @@ def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             for i, matrix in enumerate(weight):
                 renamed[theirs.replace("mlp.", f"mlp.experts.{i}.")] = matrix
         else:
-            renamed[theirs] = split_halves(weight, heads) if heads else weight
+            renamed[theirs] = reordered(weight, heads, -1, 2) if heads else weight
     return renamed
 
 
@@ -126,7 +120,7 @@ def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
     """Return Hugging Face's weight with rows in our order. `name` is our name of the weight."""
     heads = rotated_heads(name, config)
     fits = heads and weight.shape[:1] == (heads * config.head_dim,)
-    return join_halves(weight, heads) if fits else weight
+    return reordered(weight, heads, 2, -1) if fits else weight
 
 
 # Settings of rope_type "llama3": our names → Hugging Face's.
@@ -267,19 +261,6 @@ def read_llama_weights(folder: Path) -> dict[str, Tensor]:
 
 
 MARK = "exported_by"  # this key in config.json allows --overwrite to replace the folder
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# {name}
-
-A {kind} of {millions:.2f} million parameters with a context of {max_seq_len:,} tokens, in {dtype}:
-
-    from transformers import pipeline
-
-    print(pipeline("text-generation", "{name}")({prompt}))
-"""
 
 
 def is_export(folder: Path) -> bool:
@@ -287,10 +268,8 @@ def is_export(folder: Path) -> bool:
     return (folder / CONFIG_FILE).exists() and MARK in read_json(folder / CONFIG_FILE)
 
 
-def write_model(
-    folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str, chat: bool
-) -> None:
-    """Write weights, settings and a model card. Raises UsageError if a weight overflows."""
+def write_model(folder: Path, model: Transformer, tokenizer: Tokenizer, dtype: str) -> None:
+    """Write weights and settings. Raises UsageError if a weight overflows."""
     config = model.config
     if config.n_shared_experts:
         raise UsageError("transformers has no Llama with shared experts: it cannot be exported")
@@ -305,20 +284,11 @@ def write_model(
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
     generation = {name: values[name] for name in ("bos_token_id", "eos_token_id")}
     write_json(folder / "generation_config.json", generation)
-    card = CARD.format(
-        name=name,
-        kind="Qwen2-MoE" if config.use_moe else "Llama",
-        millions=model.num_parameters() / 1e6,
-        max_seq_len=config.max_seq_len,
-        dtype=dtype,
-        prompt=[{"role": "user", "content": "What is a list?"}] if chat else ["Once upon a time"],
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
     """Write tokenizer.json and its settings for transformers. `chat` adds the chat template.
-    Raises DataError if no tokenizer.json can give equal ids."""
+    Raises UsageError if no tokenizer.json can give equal ids."""
     if isinstance(tokenizer, JsonTokenizer):
         content = Path(tokenizer.path).read_text(encoding="utf-8")
         written = without_escapes(content) if chat else content

@@ -124,12 +124,9 @@ def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) 
         wrong = "missing" if name in parameters else "not in this model"
         raise WeightsError(f"{source}: {name} is {wrong}")
     for name, parameter in parameters.items():
-        require_tensor(name, weights[name], tuple(parameter.shape), source)
-
-
-def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], source: str) -> None:
-    """Raise WeightsError if a tensor has another shape, or is not finite or not floating point."""
-    if (given := tuple(tensor.shape)) != shape:
-        raise WeightsError(f"{source}: {name} has shape {given}, the model needs {shape}")
-    if not tensor.is_floating_point() or not tensor.isfinite().all():
-        raise WeightsError(f"{source}: {name} contains NaN or infinity, or is not floating point")
+        tensor, shape = weights[name], tuple(parameter.shape)
+        if (given := tuple(tensor.shape)) != shape:
+            raise WeightsError(f"{source}: {name} has shape {given}, the model needs {shape}")
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            wrong = "contains NaN or infinity, or is not floating point"
+            raise WeightsError(f"{source}: {name} {wrong}")

@@ -16,8 +16,8 @@ import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import decoders, models, normalizers, processors
 
+from common.errors import UsageError
 from data.chat_template import ESCAPE
-from data.errors import DataError
 from data.tokenizer import SPACE_SYMBOL, Tokenizer
 
 Kind = ModelProto.SentencePiece.Type
@@ -31,7 +31,7 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
     With add_special_tokens=False and encode_special_tokens=True (transformers:
     split_special_tokens) it returns the same ids and texts as `tokenizer`, except for invalid
     UTF-8. With `chat`, it removes the escapes of `chat_template.JINJA` from a text. Raises
-    DataError if the ids could differ."""
+    UsageError if the ids could differ."""
     model = read_exact(tokenizer)
     vocabulary = {written(piece): id for id, piece in enumerate(model.pieces)}
     scores = {written(p): p.score for p in model.pieces if p.type == Kind.NORMAL}
@@ -71,7 +71,7 @@ def without_escapes(tokenizer_json: str) -> str:
 
 
 def read_exact(tokenizer: Tokenizer) -> ModelProto:
-    """Read a SentencePiece model. Raises DataError if other programs would give other ids."""
+    """Read a SentencePiece model. Raises UsageError if other programs would give other ids."""
     model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     charsmaps = normalizer.precompiled_charsmap, model.denormalizer_spec.precompiled_charsmap
@@ -91,7 +91,7 @@ def read_exact(tokenizer: Tokenizer) -> ModelProto:
     }
     if found := [problem for problem, is_there in problems.items() if is_there]:
         hint = "ids would differ in other programs (export_hf --no-tokenizer exports only weights)"
-        raise DataError(f"{tokenizer.path} {found[0]}: {hint}")
+        raise UsageError(f"{tokenizer.path} {found[0]}: {hint}")
     return model
 
 

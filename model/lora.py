@@ -49,18 +49,15 @@ class LoRALinear(nn.Linear):
         return F.linear(x, self.weight) + F.linear(inner, self.lora_b)
 
 
-def add_lora(
-    model: Transformer, *, dim: int, alpha: float, module_name: str = "layers", only_lora: bool
-) -> Transformer:
+def add_lora(model: Transformer, lora: LoRA) -> Transformer:
     """Add an adapter to each linear layer with `module_name` in its name. Return the same model.
 
     The weights of these layers are frozen. Experts are frozen too and get no adapters: in a model
     with experts, only attention is adapted. With only_lora, all other parameters are frozen too.
-    Raises ConfigError if a value is out of range, or if a layer cannot have an adapter."""
-    if not 1 <= dim <= model.config.dim:
-        raise ConfigError(f"lora_dim must be from 1 to dim ({model.config.dim}), not {dim}")
-    if not 0 < alpha < math.inf:
-        raise ConfigError(f"lora_alpha must be positive and finite, not {alpha!r}")
+    Raises ConfigError if `dim` is out of range, or if a layer cannot have an adapter."""
+    module_name = lora.module_name
+    if not 1 <= lora.dim <= model.config.dim:
+        raise ConfigError(f"lora_dim must be from 1 to dim ({model.config.dim}), not {lora.dim}")
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     chosen = {name: layer for name, layer in linear.items() if module_name in name}
     if not chosen:
@@ -69,8 +66,7 @@ def add_lora(
     if "output" in chosen and model.config.tie_embeddings:
         also = f"lora_module_name {module_name!r} selects the output layer too"
         raise ConfigError(f"{also}, which shares the embedding's matrix: pass 'layers' instead")
-    lora = LoRA(dim, alpha, module_name, only_lora)
-    if only_lora:
+    if lora.only_lora:
         model.requires_grad_(False)
     for block in model.layers:
         if block.has_experts:

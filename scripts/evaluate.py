@@ -13,6 +13,7 @@ Several processes share the work, on GPUs or CPUs. With ZeRO-3 they also divide 
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
@@ -51,13 +52,14 @@ def main(argv: list[str] | None = None) -> None:
     from evaluation.tasks import check_flags, detect_task, evaluate, report
     from storage.find import data_of
     from storage.weights import WeightsFolder, load_trained
-    from training.engine.zero_inference import ZeroInference
+    from training.engine.zero_inference import config_of_launch, load_divided
 
     # The weights stay in float32. --dtype is the precision of autocast.
-    zero = ZeroInference.of_launch(args.device, dtype="float32")
+    zero = config_of_launch(args.device, dtype="float32")
+    load = partial(load_divided, zero) if zero else WeightsFolder.load
     results = []
     for name in args.runs:
-        trained = load_trained(name, zero.load if zero else WeightsFolder.load)
+        trained = load_trained(name, load)
         if not results:  # the first model decides the data and the task for all models
             args.data = args.data or data_of(str(trained.folder))
             args.task = args.task or detect_task(args.data, args.text_column)

@@ -29,8 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     with new_folder(args.out, "export", is_export, args.overwrite) as folder:
         trained = load_trained(args.run)
         model, tokenizer = trained.model, trained.tokenizer
-        name = args.out.resolve().name
-        write_model(folder, model, tokenizer, dtype=args.dtype, name=name, chat=trained.chats)
+        write_model(folder, model, tokenizer, args.dtype)
         if args.tokenizer:
             write_tokenizer(folder, tokenizer, model.config.max_seq_len, chat=trained.chats)
     content = "model and tokenizer" if args.tokenizer else "model without tokenizer"

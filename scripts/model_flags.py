@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
 from common.errors import UsageError
 from inference.prompts import say
@@ -48,16 +49,16 @@ def load(args: argparse.Namespace):
     from inference.decoder import Decoder
     from storage.weights import WeightsFolder, load_trained
     from training.engine.device import default_dtype
-    from training.engine.zero_inference import ZeroInference
+    from training.engine.zero_inference import config_of_launch, load_divided
 
-    zero = ZeroInference.of_launch(args.device, args.dtype)  # None without ZeRO-3
+    zero = config_of_launch(args.device, args.dtype)  # None without ZeRO-3
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.zeros(0, device=name).device  # raises if the device is not usable
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name} cannot be used here: {reason}") from error
-    trained = load_trained(args.run, zero.load if zero else WeightsFolder.load)
+    trained = load_trained(args.run, partial(load_divided, zero) if zero else WeightsFolder.load)
     if args.run == "auto" or args.run.endswith(BEST):
         say(f"weights: {trained.folder}")
     dtype = getattr(torch, args.dtype or default_dtype(device.type))

@@ -12,7 +12,8 @@ import torch
 
 from common.errors import UsageError, one_line_errors
 from common.numbers import columns, memory
-from model import ConfigError, LMConfig, Transformer
+from formats.portable import without_memory
+from model import ConfigError, LMConfig
 from scripts.model_flags import at_least_1
 from training.arguments import as_arguments, build_parser
 from training.engine.compilation import should_compile
@@ -60,9 +61,8 @@ def describe(options: dict) -> str:
     device = torch.device("cuda" if plan.gpu_memory or has_gpu else "cpu")
     name = plan.device or (torch.cuda.get_device_name() if has_gpu else "this device")
     peak = peak_flops(name, "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32"))
-    limit = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes) or 0  # bytes
-    with torch.device("meta"):  # shapes without memory
-        shapes = Transformer(LMConfig(**model_settings, vocab_size=plan.vocab_size))
+    limit = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes)
+    shapes = without_memory(LMConfig(**model_settings, vocab_size=plan.vocab_size))
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
     step = args.global_batch(processes) * seq_len  # tokens
     suitable = TOKENS_PER_PARAMETER * shapes.num_parameters(active=True)
@@ -72,7 +72,7 @@ def describe(options: dict) -> str:
     work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=compiled)
     hours = f"{flops / (peak * plan.mfu * processes) / 3600:.3g}" if peak else "?"
     rows, advice = [], ""
-    for kind in engines(work.config.dim):
+    for kind in engines():
         if args.optimizer == "muon" and not kind.takes_muon:
             continue
         coalesces = can_coalesce(kind, work, limit)

@@ -61,9 +61,14 @@ _held: list[int] = []  # file descriptors of the locks that this process holds
 
 
 def lock(path: Path, otherwise: str = "--run_name") -> None:
-    """Lock the folder of the lock file `path` until `release_locks` or the end of the process.
-    If another process holds the lock, raises UsageError, which says: use another `otherwise`."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Create the folder of the lock file `path`, and lock it until `release_locks` or the end of
+    the process. Raises UsageError if the folder cannot be created, or if another process holds the
+    lock; this message says: use another `otherwise`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UsageError(f"{path.parent} cannot be used: {error.strerror}") from error
     if not try_lock(descriptor):
         os.close(descriptor)
         holder = path.read_text(encoding="utf-8", errors="replace")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from common.errors import UsageError
 from data.chat_template import TEMPLATE_FILE
-from data.errors import DataError
 from data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from formats import portable
 from formats.hugging_face import read_llama_config, read_llama_weights
@@ -30,11 +29,6 @@ class Trained:
     tokenizer: Tokenizer  # the model was trained with this tokenizer
     folder: Path  # the weights were read from this folder
     chats: bool = False  # True if the model was trained on conversations (data/chat_template.py)
-
-    @property
-    def n_parameters(self) -> int:
-        """Number of parameters of the whole model. Under ZeRO-3 a process holds only a share."""
-        return portable.without_memory(self.model.config).num_parameters()
 
     @property
     def name(self) -> str:
@@ -130,7 +124,7 @@ def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
     pieces, size = trained.tokenizer.vocab_size, trained.model.config.vocab_size
     if pieces > size:
-        raise DataError(f"{folder.tokenizer} has {pieces} pieces, the model has only {size}")
+        raise UsageError(f"{folder.tokenizer} has {pieces} pieces, the model has only {size}")
     return trained
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model.config import LMConfig
-from training.arguments import KINDS, TrainingArguments, flags_of, show_default
+from training.arguments import (
+    DistillationArguments,
+    SFTArguments,
+    TrainingArguments,
+    flags_of,
+    show_default,
+)
 
 
 def flag_table() -> str:
@@ -16,7 +22,7 @@ def flag_table() -> str:
     known = {item.name: item.default for item in fields(TrainingArguments)}
     others = [
         (item, f"{group}, `{kind.program}`")
-        for kind in KINDS[1:]
+        for kind in (SFTArguments, DistillationArguments)
         for item, group in flags_of(kind)
         if item.name not in known or item.default != known[item.name]
     ]

@@ -3,7 +3,7 @@
 import torch
 
 from model import LMConfig, Transformer
-from model.lora import add_lora, is_adapter
+from model.lora import LoRA, add_lora, is_adapter
 
 
 def opinionated(vocab_size: int, seq_len: int) -> Transformer:
@@ -19,7 +19,7 @@ def opinionated(vocab_size: int, seq_len: int) -> Transformer:
 def adapted(only_lora: bool = True, module_name: str = "layers") -> Transformer:
     """Return the model of `opinionated` with LoRA adapters. No matrix of an adapter is zero."""
     model = opinionated(vocab_size=50, seq_len=16)
-    add_lora(model, dim=4, alpha=6.0, module_name=module_name, only_lora=only_lora)
+    add_lora(model, LoRA(4, 6.0, module_name, only_lora))
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if is_adapter(name):

@@ -23,8 +23,8 @@ IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "adamw"}
 class FakeState:
     """A TrainingState whose weights are one number."""
 
-    def __init__(self, value: float = 1.0):
-        self.value = value
+    def __init__(self, value: float = 1.0, engine: Engine | None = None):
+        self.value, self.engine = value, engine
 
     def weights(self):
         return {"w": torch.full((64,), self.value)}
@@ -80,9 +80,7 @@ def checkpointer_of(
         config=CONFIG,
         identity=IDENTITY,
     )
-    compilation = SimpleNamespace(on=True)
-    built = SimpleNamespace(state=FakeState(value), compilation=compilation)
-    return Checkpointer(prepared, engine, built, log)
+    return Checkpointer(prepared, FakeState(value, engine), compiled=True, log=log)
 
 
 def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> list[str]:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from test_packing import files_of
 
+from common.errors import UsageError
 from data import encoding
 from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, Turn
-from data.errors import DataError
 from data.packing import PackingOptions, prepare
 from data.shards import read_description
 from data.tokenizer import Tokenizer
@@ -129,7 +129,7 @@ def test_bad_lines_are_an_error_or_are_skipped_and_counted(pack, tmp_path):
     path = write(tmp_path / "a.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:20], *(bad + b"\n" for bad in BAD), *lines[20:]]))
-    with pytest.raises(DataError, match=r"a\.jsonl, line 21: .*--skip_bad_lines"):
+    with pytest.raises(UsageError, match=r"a\.jsonl, line 21: .*--skip_bad_lines"):
         pack(path)
     assert not (tmp_path / "out").exists()
     folder = pack(path, skip_bad_lines=True)

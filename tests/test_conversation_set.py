@@ -2,16 +2,19 @@ import json
 import pickle
 import random
 import re
-from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 from test_dataset import make_folder
 
-from data.dataset import ConversationSet, PackedDataset, endless_batches, padded_length
-from data.errors import DataError, NothingFitsError
-from data.order import LengthSampler
+from common.errors import UsageError
+from data.dataset import (
+    ConversationSet,
+    NothingFitsError,
+    PackedDataset,
+    padded_length,
+)
 from data.shards import ShardWriter, token_dtype
 from model import IGNORE_INDEX
 
@@ -97,9 +100,9 @@ def test_no_answer_within_the_context_is_refused(tmp_path):
 def test_data_of_the_other_kind_is_refused(tmp_path):
     chats = make_set(tmp_path / "c", many())
     text = make_folder(tmp_path / "t", [np.arange(40)], VOCAB_SIZE)
-    with pytest.raises(DataError, match=f"{chats} holds conversations"):
+    with pytest.raises(UsageError, match=f"{chats} holds conversations"):
         PackedDataset(chats, "train", 8)
-    with pytest.raises(DataError, match=f"{text} holds text"):
+    with pytest.raises(UsageError, match=f"{text} holds text"):
         ConversationSet(text, "train", 8)
 
 
@@ -129,15 +132,12 @@ def test_fewer_lengths_occur_on_a_gpu_than_on_a_cpu():
             assert sorted(set(padded)) == expected
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # this machine may have no GPU
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_training_rows_are_padded_at_the_end_to_the_length_of_the_device(tmp_path, workers, on_gpu):
+def test_training_rows_are_padded_at_the_end_to_the_length_of_the_device(tmp_path, on_gpu):
     dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 1000)
-    sampler = LengthSampler(len(dataset), 4, lengths=dataset.lengths, global_batch=4)
-    batches = islice(endless_batches(dataset, sampler, workers, on_gpu), 5)
-    for numbers, (tokens, targets) in zip(sampler, batches, strict=False):
+    for numbers in ([0, 1, 2, 3], [4, 5, 6, 7]):
         rows = [dataset[i] for i in numbers]
+        tokens, targets = dataset.collate(rows, on_gpu)
         longest = max(len(row) for row, _ in rows)
         assert tokens.shape == targets.shape == (4, padded_length(longest, 1000, on_gpu))
         for i, (row, wanted) in enumerate(rows):
@@ -172,5 +172,5 @@ def test_damaged_answers_are_refused_in_one_line(tmp_path, damage):
     path.unlink()
     if damage in damaged:
         path.write_bytes(np.ascontiguousarray(damaged[damage]).tobytes())
-    with pytest.raises(DataError, match=re.escape(str(folder)) + ".*prepare the data again"):
+    with pytest.raises(UsageError, match=re.escape(str(folder)) + ".*prepare the data again"):
         ConversationSet(folder, "train", 40)

@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from common.errors import UsageError
 from data import conversations
 from data.conversations import SUFFIXES, Turn, conversation_records, parse_conversation
 from data.corpus import find_files, load_json
-from data.errors import DataError
 
 PLACE = "chat.jsonl, line 7"
 TURNS = [Turn("system", "Be brief."), Turn("user", " 1 + 1?\n"), Turn("assistant", " 2 ")]
@@ -120,7 +120,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("value", "reason"), WRONG.values(), ids=WRONG)
 def test_an_invalid_conversation_is_refused_in_one_line_with_its_place(value, reason):
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UsageError) as error:
         parse_conversation(value, PLACE)
     assert str(error.value).startswith(f"{PLACE}: ")
     assert reason in str(error.value)
@@ -166,20 +166,20 @@ def test_half_a_surrogate_pair_is_refused_only_in_texts_that_are_used(tmp_path):
     path.write_text(line % '{"role": "assistant", "content": "2"}')
     assert read(path) == [(f"{path}, line 1", [Turn("user", "1?"), Turn("assistant", "2")])]
     path.write_text(line % '{"role": "assistant", "content": "2\\ud83d"}')
-    with pytest.raises(DataError, match=r"line 1: turn 2 has '2\\ud83d' instead of a text"):
+    with pytest.raises(UsageError, match=r"line 1: turn 2 has '2\\ud83d' instead of a text"):
         read(path)
 
 
 def test_tables_and_files_without_conversations_are_refused(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a"]}), path)
-    with pytest.raises(DataError, match=r"no column 'conversations' or 'messages'.*it has 'text'"):
+    with pytest.raises(UsageError, match=r"no column 'conversations' or 'messages'.*it has 'text'"):
         read(tmp_path)
     pq.write_table(pa.table({"messages": [DICTS, None]}), path)
-    with pytest.raises(DataError, match=r"a\.parquet, row 2: no conversation"):
+    with pytest.raises(UsageError, match=r"a\.parquet, row 2: no conversation"):
         read(tmp_path)
     path.rename(tmp_path / "a.txt")
-    with pytest.raises(DataError, match=r"\.jsonl\.zst, \.parquet"):
+    with pytest.raises(UsageError, match=r"\.jsonl\.zst, \.parquet"):
         read(tmp_path)
 
 

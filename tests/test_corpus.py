@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from common.errors import UsageError
 from data import corpus
 from data.corpus import SECTION_BYTES, Record, find_files, parse, read_records
-from data.errors import DataError
 
 BOM = "\ufeff"
 DOCUMENTS = ["one", '第二\n句, with "quotes"', "", "😀\r\nthree", "last"]
@@ -29,7 +29,7 @@ def texts(source, column: str = "text") -> list[str]:
 
 def one_line(path: Path, column: str = "text") -> str:
     """Return the error message, one line, of reading these documents."""
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UsageError) as error:
         texts(path, column)
     assert str(error.value).startswith(str(path))
     assert "\n" not in str(error.value)
@@ -104,7 +104,7 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
 def test_an_unknown_kind_of_file_is_refused_and_the_known_kinds_are_listed(tmp_path, name):
     path = write(tmp_path / name, b"text")
     for place in (path, path.parent):
-        with pytest.raises(DataError, match=rf"{place}.*\.txt, \.jsonl, \.jsonl\.gz"):
+        with pytest.raises(UsageError, match=rf"{place}.*\.txt, \.jsonl, \.jsonl\.gz"):
             find_files(str(place))
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import UsageError
 from data.dataset import PackedDataset
-from data.errors import DataError
 from data.shards import ShardWriter, token_dtype
 
 
@@ -56,7 +56,7 @@ def test_the_last_target_must_exist_for_a_sample_to_count(tmp_path, tokens, samp
     assert dataset[samples - 1][1][-1] == 16 * samples
     assert dataset.bytes_per_token == 3
     expected = rf"train split has {tokens} tokens.*a sequence needs {tokens + 1}"
-    with pytest.raises(DataError, match=expected):
+    with pytest.raises(UsageError, match=expected):
         PackedDataset(folder, "train", tokens)
 
 
@@ -67,7 +67,7 @@ def test_an_id_outside_the_vocabulary_is_found(tmp_path):
     position = sum(map(len, documents[:-10]))
     folder = make_folder(tmp_path / "data", documents, 300, shard_tokens=50)
     dataset = PackedDataset(folder, "train", 16)
-    with pytest.raises(DataError, match=rf"{folder}: damaged.* token id 300 .*vocabulary of 300"):
+    with pytest.raises(UsageError, match=rf"{folder}: damaged.* token id 300 .*vocabulary of 300"):
         dataset[position // 16]
     dataset[0]
 

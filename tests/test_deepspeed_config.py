@@ -16,25 +16,19 @@ from conftest import REPOSITORY
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import (
-    AUTO_DEFAULTS,
     BY_WIDTH,
     REFUSED,
-    fill_by_width,
     read_config,
     resolve,
 )
+from training.engine.launch import Engine
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 GUIDES = sorted({path.stem for path in FIXTURES.glob("*.json")} - {"deepspeed_chat"})
 ARGS = TrainingArguments(batch_size=4, accumulation_steps=3, learning_rate=2e-4, grad_clip=0.7)
 ARGS = replace(ARGS, weight_decay=0.05, beta1=0.8, beta2=0.97)
 MUON = replace(ARGS, optimizer="muon")
-# The values that transformers/integrations/deepspeed.py fills in for a model of width 64.
-OF_WIDTH_64 = {
-    "reduce_bucket_size": 4096,
-    "stage3_prefetch_bucket_size": 3686,
-    "stage3_param_persistence_threshold": 640,
-}
+SIZES = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 
 
 @pytest.fixture
@@ -94,14 +88,16 @@ def test_flags_fill_every_auto_and_every_missing_key(config):
         assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (bf16, fp16)
 
 
-def test_auto_bucket_sizes_get_a_value(config):
+def test_auto_sizes_are_deepspeeds_defaults_or_by_the_width(config, accelerator):
     zero = config["zero_optimization"]
-    zero |= {"stage": 3} | dict.fromkeys((*BY_WIDTH, *AUTO_DEFAULTS), "auto")
+    zero |= {"stage": 3} | dict.fromkeys((*SIZES, "overlap_comm", BY_WIDTH), "auto")
     alone = resolved(config, processes=1)
     assert alone["zero_optimization"]["overlap_comm"] is False  # one process sends nothing
-    config = resolved(config)
-    fill_by_width(config, dim=64)
-    assert config["zero_optimization"].items() >= (AUTO_DEFAULTS | OF_WIDTH_64).items()
+    engine = Engine(accelerator, "ZeRO-3", resolved(config))
+    assert {*SIZES, "overlap_comm"}.isdisjoint(engine.deepspeed["zero_optimization"])
+    engine.fit_to(64, n_parameters=1000)
+    found = engine.deepspeed["zero_optimization"]
+    assert (found["reduce_bucket_size"], found[BY_WIDTH]) == (1000, 640)
 
 
 @pytest.mark.parametrize(
@@ -222,15 +218,11 @@ def fixture(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_the_guides_files_are_accepted_and_auto_gets_the_values_of_transformers(name):
+def test_the_guides_files_are_accepted(name):
     size, steps = 1 if name.endswith("teacher") else 4, 1 if name.startswith("accelerate") else 4
     args = TrainingArguments(batch_size=size, accumulation_steps=steps, learning_rate=3e-4)
-    before, found = fixture(name), resolved(fixture(name), args)
-    fill_by_width(found, 64)
-    assert '"auto"' not in json.dumps(found)
-    for key, value in OF_WIDTH_64.items():
-        if before["zero_optimization"].get(key) == "auto":
-            assert found["zero_optimization"][key] == value
+    found = resolved(fixture(name), args)
+    assert json.dumps(found).count('"auto"') == (found["zero_optimization"].get(BY_WIDTH) == "auto")
 
 
 def test_deepspeed_chats_configuration_gets_one_error_and_is_accepted_at_stage_3():

@@ -7,21 +7,9 @@ import pytest
 from torch.utils import cpp_extension
 
 from common.errors import UsageError
-from storage.folder import release_locks
-from training.engine.deepspeed_setup import claim, load_operation, needed_operations
+from training.engine.deepspeed_setup import load_operation, needed_operations
 
 CPU_ONLY, ON_NVME = ({"offload_optimizer": {"device": device}} for device in ("cpu", "nvme"))
-
-
-def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path):
-    claim(tmp_path / "new" / "one")
-    claim(tmp_path / "two")
-    with pytest.raises(UsageError, match=r'one is in use by .* use another "nvme_path"'):
-        claim(tmp_path / "new" / "one")
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"the NVMe folder .*file cannot be used"):
-        claim(tmp_path / "file")
-    release_locks()
 
 
 @pytest.mark.parametrize(

@@ -15,20 +15,18 @@ from training.engine.estimate import (
     LARGEST_BATCH,
     MARGIN,
     OVERHEAD,
-    TeacherInMemory,
     Workload,
     can_coalesce,
     engines,
     estimate,
     fits,
-    kind_of,
     largest_batch,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 112}
 SHAPE |= {"hidden_dim": 192, "max_seq_len": 128}
-KINDS = {kind.config: kind for kind in engines(64)}
+KINDS = {kind.config: kind for kind in engines()}
 
 
 def workload(
@@ -37,7 +35,7 @@ def workload(
     with torch.device("meta"):
         shapes = Transformer(LMConfig(**SHAPE | (shape or {})))
         if lora:
-            add_lora(shapes, **vars(lora))
+            add_lora(shapes, lora)
     return Workload(
         args=TrainingArguments(**{"dtype": "bfloat16", "batch_size": 3} | args),
         shapes=shapes,
@@ -77,7 +75,7 @@ def test_muon_and_adapters_need_less_memory_and_a_teacher_needs_more():
     muon = workload(device=CPU, optimizer="muon")
     matrices = 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 192 * 64)
     assert estimate(DDP, plain).held - estimate(DDP, muon).held == 4 * matrices
-    assert [k.name for k in engines(64) if k.takes_muon] == ["DDP", "ZeRO-1", "ZeRO-2"]
+    assert [k.name for k in engines() if k.takes_muon] == ["DDP", "ZeRO-1", "ZeRO-2"]
     experts = {"use_moe": True, "n_routed_experts": 8}
     muon, plain_moe = (
         workload(device=CPU, shape=experts, optimizer=name) for name in ("muon", "adamw")
@@ -86,11 +84,12 @@ def test_muon_and_adapters_need_less_memory_and_a_teacher_needs_more():
     assert estimate(DDP, plain_moe).held - estimate(DDP, muon).held == 4 * matrices
     lora = workload(device=CPU, lora=LoRA(4, 8.0, "layers", True))
     assert estimate(DDP, lora).held == 2 * plain.total + 16 * lora.trained
-    zero3 = kind_of({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
-    whole = estimate(DDP, replace(plain, teacher=TeacherInMemory(plain.shapes, DDP)))
-    assert whole.teacher == 2 * plain.total
-    on_gpu = workload(processes=2, teacher=TeacherInMemory(plain.shapes, zero3))
-    assert estimate(DDP, on_gpu).teacher == 0
+    whole = estimate(DDP, replace(plain, teacher=plain.shapes))
+    assert whole.held - estimate(DDP, plain).held == 2 * plain.total
+    zero3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    alone = workload(processes=2)
+    on_gpu = replace(alone, teacher=plain.shapes, teacher_config=zero3)
+    assert estimate(DDP, on_gpu).held == estimate(DDP, alone).held
     assert estimate(DDP, on_gpu).ram == plain.total
 
 
@@ -175,7 +174,7 @@ def test_gradients_are_reduced_once_per_step_where_whole_gradients_fit():
 
 def test_ddp_is_tried_first_and_another_engine_fits_where_ddp_does_not():
     work = workload(processes=64, shape={"dim": 512}, batch_size=1)
-    assert [kind.config for kind in engines(64)] == ["ddp", *FILES]
+    assert [kind.config for kind in engines()] == ["ddp", *FILES]
     tight = OVERHEAD + 12 * work.total
     assert not fits(DDP, work, tight)
-    assert any(fits(kind, work, tight) for kind in engines(512))
+    assert any(fits(kind, work, tight) for kind in engines())

@@ -134,7 +134,6 @@ def test_auto_tokenizer_gives_equal_ids_and_text(weights, exported):
 
 def test_a_chat_model_is_exported_with_its_template(chat, exported, tmp_path):
     export_hf.main([str(chat), str(tmp_path / "hf")])
-    assert "'role': 'user'" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
     ours, theirs = load_trained(str(chat)).tokenizer, AutoTokenizer.from_pretrained(tmp_path / "hf")
     chooser, parts = random.Random(0), [*NASTY.values(), *theirs.all_special_tokens]
     how = {"return_dict": False}

@@ -13,8 +13,8 @@ from test_text_stream import streamed
 from test_tokenizer import NASTY
 from tokenizers import decoders, models
 
+from common.errors import UsageError
 from data.corpus import parse, read_records
-from data.errors import DataError
 from data.tokenizer import (
     JsonTokenizer,
     Tokenizer,
@@ -105,7 +105,7 @@ def test_a_copied_tokenizer_has_the_same_hash_in_any_folder(folder, packed, tmp_
 
 def refused(path: Path) -> str:
     """Return the one line with which this tokenizer is refused."""
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UsageError) as error:
         open_tokenizer(path)
     assert "\n" not in str(error.value)
     return str(error.value)

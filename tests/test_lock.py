@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from storage.folder import lock
+from storage.folder import lock, release_locks
 
 HOLD = """
 import os, sys
@@ -49,3 +49,14 @@ def test_a_live_process_holds_the_lock_and_a_killed_one_does_not(tmp_path):
         holder.wait()
         lock(tmp_path / "lock")
     assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+
+
+def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path):
+    lock(tmp_path / "new" / "one" / "lock", '"nvme_path"')
+    lock(tmp_path / "two" / "lock", '"nvme_path"')
+    with pytest.raises(UsageError, match=r'one is in use by .* use another "nvme_path"'):
+        lock(tmp_path / "new" / "one" / "lock", '"nvme_path"')
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file cannot be used: "):
+        lock(tmp_path / "file" / "lock", '"nvme_path"')
+    release_locks()

@@ -3,7 +3,6 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import UsageError
-from data.errors import DataError
 from model import ConfigError
 from training.engine import main_process
 from training.engine.launch import Engine
@@ -34,13 +33,13 @@ def test_the_main_process_decides_for_all(monkeypatch):
     assert on_main_process(engine, lambda: ("an", "answer")) == ("an", "answer")
     second = engine_with_answers(monkeypatch, *sent_by_main, None, rank=1)
     assert on_main_process(second, never) == ("an", "answer")
-    with pytest.raises(DataError, match="the reason"):
+    with pytest.raises(UsageError, match="the reason"):
         on_main_process(
-            engine_with_answers(monkeypatch, (None, DataError("the reason")), None, rank=1), never
+            engine_with_answers(monkeypatch, (None, UsageError("the reason")), None, rank=1), never
         )
 
 
-def fails(words: str, kind=DataError):
+def fails(words: str, kind=UsageError):
     def attempt():
         raise kind(words)
 
@@ -54,21 +53,21 @@ def test_every_process_returns_its_own_answer(monkeypatch):
 def test_a_single_process_raises_its_own_error():
     for ask in (on_main_process, on_every_process):
         assert ask(SINGLE, lambda: 1) == 1
-        with pytest.raises(DataError, match="no data"):
+        with pytest.raises(UsageError, match="no data"):
             ask(SINGLE, fails("no data"))
 
 
 @pytest.mark.parametrize("attempt", [lambda: 1, fails("no data")])
 def test_an_error_on_some_processes_is_raised_on_all_and_names_rank_and_host(monkeypatch, attempt):
-    engine = engine_with_answers(monkeypatch, None, DataError("no data"), ConfigError("none"))
+    engine = engine_with_answers(monkeypatch, None, UsageError("no data"), ConfigError("none"))
     said = r"^no data \(of 3 processes only rank 1 on node1, rank 2 on node2: "
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(UsageError, match=said):
         on_every_process(engine, attempt)
 
 
 def test_an_error_on_all_processes_is_raised_unchanged(monkeypatch):
-    engine = engine_with_answers(monkeypatch, DataError("no data"), DataError("no data"))
-    with pytest.raises(DataError, match=r"^no data$"):
+    engine = engine_with_answers(monkeypatch, UsageError("no data"), UsageError("no data"))
+    with pytest.raises(UsageError, match=r"^no data$"):
         on_every_process(engine, fails("no data"))
 
 

@@ -24,7 +24,6 @@ from training.optimizer import (
     LearningRate,
     Muon,
     build_optimizer,
-    count_steps,
     parameter_groups,
     set_learning_rate,
 )
@@ -107,7 +106,7 @@ def test_flags_set_the_schedule():
 )
 def test_the_steps_of_the_epochs_are_rounded_up_and_max_steps_limits_them(typed, steps):
     args, _ = parse_arguments(f"{typed} --batch_size 2 --accumulation_steps 2".split())
-    assert count_steps(args, n_samples=100, processes=2) == steps
+    assert args.total_steps(n_samples=100, processes=2) == steps
 
 
 def tiny(**settings) -> Transformer:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from common.errors import UsageError
 from data import encoding, packing, shards
 from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, hash_of, split_at_random, ways_to_split
-from data.errors import DataError
 from data.packing import BY_SIZE, PackingOptions, defaults_for, prepare
 from data.shards import ShardWriter, read_description
 from data.tokenizer import Tokenizer
@@ -131,7 +131,7 @@ def test_without_a_validation_share_all_is_for_training(tmp_path, packed):
     out = pack_documents(DOCUMENTS[:50], tmp_path, val_fraction=0, tokenizer=tokenizer)
     assert documents(out, "train") == DOCUMENTS[:50]
     for other in (None, tokenizer):
-        with pytest.raises(DataError, match="text"):
+        with pytest.raises(UsageError, match="text"):
             pack_documents(["", ""], tmp_path, tokenizer=other)
 
 
@@ -180,7 +180,7 @@ def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, mon
             child.kill()
 
     path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
-    with pytest.raises(DataError, match="--workers"):
+    with pytest.raises(UsageError, match="--workers"):
         pack(path, tmp_path / "out", progress=kill_children)
     assert os.listdir(tmp_path) == ["a.jsonl"]
 

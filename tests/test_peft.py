@@ -10,7 +10,7 @@ from formats.hugging_face import write_model
 from formats.peft import save_adapter
 from formats.portable import load_portable, save_portable
 from model import Transformer
-from model.lora import add_lora, is_adapter
+from model.lora import LoRA, add_lora, is_adapter
 from scripts import import_weights
 
 MARKERS = SimpleNamespace(bos_id=1, eos_id=2)
@@ -22,9 +22,7 @@ def untied() -> Transformer:
     config = adapted().config
     config.tie_embeddings = False
     torch.manual_seed(0)
-    model = add_lora(
-        Transformer(config).eval(), dim=3, alpha=5.0, module_name="layers.0", only_lora=False
-    )
+    model = add_lora(Transformer(config).eval(), LoRA(3, 5.0, "layers.0", only_lora=False))
     for p in model.parameters():
         p.data.normal_(0, 0.2)
     return model
@@ -44,7 +42,7 @@ def run(request, tmp_path) -> SimpleNamespace:
         (tmp_path / name).mkdir()
     save_portable(tmp_path / "base", model.config, base)
     plain = load_portable(tmp_path / "base")
-    write_model(tmp_path / "exported", plain, MARKERS, dtype="float32", name="base", chat=False)
+    write_model(tmp_path / "exported", plain, MARKERS, "float32")
     save_adapter(tmp_path / "adapter", model.config, trained, model.lora)
     return SimpleNamespace(model=model, path=tmp_path)
 

@@ -14,7 +14,6 @@ import torch
 from test_conversation_set import conversation, make_set
 
 from common.errors import ReportedError, UsageError
-from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
@@ -70,7 +69,6 @@ def test_without_init_from_the_flags_and_the_data_decide_the_shape(packed):
     found = prepared("--dim 64 --max_seq_len 16", packed)
     assert found.config == LMConfig(dim=64, max_seq_len=16, vocab_size=400)
     assert found.source is None
-    assert found.n_trained == found.shapes.num_parameters()
     assert not (packed / "runs").exists()
 
 
@@ -107,7 +105,7 @@ def test_a_flag_that_contradicts_the_shape_is_refused_with_both_values(
 def test_another_tokenizer_is_refused_with_the_flag_that_prepares_the_data(weights, packed):
     (weights / TOKENIZER_FILE).write_bytes(b"another")
     flag = f"--tokenizer {weights / TOKENIZER_FILE}"
-    with pytest.raises(DataError, match=f"prepare the text anew with {flag}"):
+    with pytest.raises(UsageError, match=f"prepare the text anew with {flag}"):
         config("", weights, packed)
 
 
@@ -117,10 +115,10 @@ def test_the_vocabulary_of_a_model_may_be_larger_than_its_tokenizer_but_not_smal
     set_vocab_size(weights, 416)
     assert config("", weights, packed).vocab_size == 416
     set_vocab_size(weights, 300)
-    with pytest.raises(DataError, match=r"vocabulary 400, has another .* vocabulary 300"):
+    with pytest.raises(UsageError, match=r"vocabulary 400, has another .* vocabulary 300"):
         config("", weights, packed)
     (weights / TOKENIZER_FILE).unlink()  # then the vocabulary sizes are compared
-    with pytest.raises(DataError, match=r"vocabulary 400, has another .* vocabulary 300"):
+    with pytest.raises(UsageError, match=r"vocabulary 400, has another .* vocabulary 300"):
         config("", weights, packed)
     set_vocab_size(weights, 400)
     assert config("", weights, packed).vocab_size == 400

@@ -12,18 +12,16 @@ import torch
 from common.errors import UsageError
 from model import LMConfig
 from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
-from storage.folder import RunFolder, release_locks
+from storage.folder import RunFolder, lock, read_settings, release_locks
 from training.arguments import DistillationArguments, TrainingArguments
 from training.engine.launch import Engine
 from training.prepare import shapes_of
 from training.resume import (
     StartingPoint,
     changes_since_stop,
-    claim,
     find_starting_point,
     resumed_arguments,
     run_identity,
-    saved_arguments,
     set_aside,
     with_own_weights,
     write_settings,
@@ -80,14 +78,11 @@ def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path):
     start = find(tmp_path, run_name="first")
     assert (start.folder.path, start.checkpoint, start.step) == (tmp_path / "first", None, 0)
     assert list(tmp_path.iterdir()) == []
-    claim(start)
+    lock(start.folder.lock)
     set_aside(start)
     assert [path.name for path in start.folder.path.iterdir()] == ["lock"]
     with pytest.raises(UsageError, match="in use by process"):
-        claim(start)
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="the run folder cannot be used"):
-        claim(find(tmp_path, run_name="file"))
+        lock(start.folder.lock)
 
 
 def test_a_run_of_another_program_is_refused(tmp_path):
@@ -298,8 +293,8 @@ def write(tmp_path, accelerator):
 def test_the_settings_file_has_the_flags_model_engine_and_packages(write):
     args = TrainingArguments(batch_size=3, run_name="mine", time_limit=1.5)
     run = write(args)
-    assert saved_arguments(run) == vars(args)
     settings = json.loads(run.settings.read_text(encoding="utf-8"))
+    assert settings["arguments"] == vars(args)
     assert settings["model"] == CONFIG.to_dict()
     assert (settings["engine"], settings["processes"]) == ("DeepSpeed ZeRO-2", 1)
     assert settings["deepspeed"] == {"train_batch_size": 24}
@@ -338,8 +333,8 @@ def test_a_new_run_deletes_the_tokenizer_of_an_earlier_run_in_its_folder(write, 
     assert not list(run.path.glob("tokenizer*.json"))
 
 
-@pytest.mark.parametrize("settings", [None, b"\xff", b"[]", b'{"arguments": 1}'])
-def test_an_unreadable_settings_file_gives_no_arguments(tmp_path, settings):
+@pytest.mark.parametrize("settings", [None, b"\xff", b"[]"])
+def test_an_unreadable_settings_file_gives_no_settings(tmp_path, settings):
     if settings is not None:
         RunFolder(tmp_path).settings.write_bytes(settings)
-    assert saved_arguments(RunFolder(tmp_path)) == {}
+    assert read_settings(RunFolder(tmp_path).settings) == {}

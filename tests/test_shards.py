@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from data.errors import DataError
+from common.errors import UsageError
 from data.shards import ShardWriter, read_description, token_dtype
 
 
@@ -49,10 +49,10 @@ def copied(packed, tmp_path):
 def test_a_folder_without_description_is_refused_with_the_command_that_makes_one(
     tmp_path, kind, flag
 ):
-    with pytest.raises(DataError, match=rf"prepare_data {flag} FILE --out {tmp_path}"):
+    with pytest.raises(UsageError, match=rf"prepare_data {flag} FILE --out {tmp_path}"):
         read_description(tmp_path, kind)
     (tmp_path / "a.txt").touch()
-    with pytest.raises(DataError, match=rf"prepare_data {flag} {tmp_path}/a.txt"):
+    with pytest.raises(UsageError, match=rf"prepare_data {flag} {tmp_path}/a.txt"):
         read_description(tmp_path / "a.txt", kind)
 
 
@@ -73,9 +73,9 @@ def test_a_damaged_description_is_refused_with_the_reason(copied, edit, expected
     assert read_description(copied) == description
     edit(description)
     path.write_text(json.dumps(description), encoding="utf-8")
-    with pytest.raises(DataError, match=f"{path}: damaged .*{expected}.*prepare the data again"):
+    with pytest.raises(UsageError, match=f"{path}: damaged .*{expected}.*prepare the data again"):
         read_description(copied)
     for text in (b"", b"[]", b"\xff", b"{}", b"[" * 100_000):
         path.write_bytes(text)
-        with pytest.raises(DataError, match=f"{path}: damaged"):
+        with pytest.raises(UsageError, match=f"{path}: damaged"):
             read_description(copied)

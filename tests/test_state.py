@@ -11,7 +11,7 @@ import torch
 
 from model import LMConfig, Transformer
 from model.config import ConfigError
-from model.lora import add_lora
+from model.lora import LoRA, add_lora
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine
 from training.engine.state import TrainingState
@@ -29,7 +29,7 @@ class Trainee:
         torch.manual_seed(seed)
         model = Transformer(CONFIG)
         if lora:
-            add_lora(model, **lora)
+            add_lora(model, lora)
         engine = Engine(accelerator, "single process", deepspeed=None)
         optimizer = build_optimizer(model, args, engine)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
@@ -75,7 +75,7 @@ def test_training_from_loaded_weights_equals_training_from_the_same_initial_weig
 def test_the_state_with_adapters_has_only_trained_weights_and_continues_to_the_bit(
     args, only_lora, accelerator
 ):
-    lora = {"dim": 4, "alpha": 8.0, "only_lora": only_lora}
+    lora = LoRA(4, 8.0, "layers", only_lora)
     base = Trainee(accelerator, ADAMW, seed=7).state.weights()
     one = Trainee(accelerator, args, lora=lora)
     one.state.load_weights(base, "base")
@@ -98,9 +98,9 @@ def test_the_state_with_adapters_has_only_trained_weights_and_continues_to_the_b
 
 def test_adapters_of_another_shape_are_named(accelerator):
     base = Trainee(accelerator, ADAMW).state.weights()
-    lora = {"dim": 4, "alpha": 8.0, "only_lora": True}
+    lora = LoRA(4, 8.0, "layers", only_lora=True)
     four = Trainee(accelerator, ADAMW, lora=lora)
-    two = Trainee(accelerator, ADAMW, lora=lora | {"dim": 2})
+    two = Trainee(accelerator, ADAMW, lora=dataclasses.replace(lora, dim=2))
     with pytest.raises(ConfigError, match=r"lora_a has shape \(4, 32\), the model needs \(2, 32"):
         two.state.load_weights(ChainMap(four.state.weights(), base), "checkpoint")
     with pytest.raises(ConfigError, match=r"wk.lora_a is not in this model"):

@@ -117,7 +117,7 @@ def test_a_teacher_with_a_shorter_context_or_another_tokenizer_is_refused(
     (nameless / "tokenizer.model").unlink()
     assert "has no tokenizer to compare" in refused(nameless, data)
     divided = {"teacher_config": "configs/zero3_inference.json"}
-    config = find(weights, **divided).zero.config
+    config = find(weights, **divided).zero
     assert config["bf16"] == {"enabled": True}
     assert config["zero_optimization"]["memory_efficient_linear"] is False
     assert "--teacher_config needs a launcher" in refused(weights, data, **divided)

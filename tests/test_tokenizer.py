@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from conftest import write_corpus
 
+from common.errors import UsageError
 from data.corpus import parse, read_records
-from data.errors import DataError
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
 
@@ -104,7 +104,7 @@ def test_a_vocabulary_that_does_not_fit_is_refused_with_a_number_that_works(
     tmp_path, texts, vocab_size
 ):
     path = tmp_path / "t"
-    with pytest.raises(DataError, match=f"{vocab_size}.*: pass --vocab_size") as error:
+    with pytest.raises(UsageError, match=f"{vocab_size}.*: pass --vocab_size") as error:
         train_tokenizer(texts, vocab_size, path)
     assert not path.exists()
     size = int(re.search(r"--vocab_size (\d+)", str(error.value))[1])
@@ -121,5 +121,5 @@ def test_a_file_that_is_no_model_is_refused_by_name(tokenizer, tmp_path, content
         content = Path(tokenizer.path).read_bytes()[:5000]
     if content is not None:
         (tmp_path / "t.model").write_bytes(content)
-    with pytest.raises(DataError, match=str(tmp_path / "t.model")):
+    with pytest.raises(UsageError, match=str(tmp_path / "t.model")):
         Tokenizer(tmp_path / "t.model")

@@ -9,7 +9,7 @@ import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import MANY_CHINESE, NASTY
 
-from data.errors import DataError
+from common.errors import UsageError
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
 from formats.tokenizer_json import convert
@@ -136,6 +136,6 @@ def test_a_model_that_cannot_be_converted_exactly_is_refused_with_the_reason(
     path = changed(model, tmp_path / "t.model", lambda copy: None)
     tokenizer = Tokenizer(path)
     changed(model, path, REFUSED[reason])  # SentencePiece would not open some of these
-    with pytest.raises(DataError, match=reason) as error:
+    with pytest.raises(UsageError, match=reason) as error:
         convert(tokenizer)
     assert str(path) in str(error.value)

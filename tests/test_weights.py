@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from common.errors import UsageError
-from data.errors import DataError
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
 from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
@@ -118,7 +117,7 @@ def config_with(weights: Path, **values) -> None:
             ConfigError,
             r"no readable config.json \(No such file or directory\)$",
         ),
-        (lambda w: (w / "tokenizer.model").unlink(), DataError, "no such tokenizer file"),
+        (lambda w: (w / "tokenizer.model").unlink(), UsageError, "no such tokenizer file"),
         (lambda w: config_with(w, dim=32), ConfigError, r"has shape \(.*\), the model needs \("),
         (lambda w: config_with(w, model_type="llama"), UsageError, "import .*: .*import_weights"),
     ],
@@ -133,5 +132,5 @@ def test_damaged_weights_are_refused_even_if_a_checkpoint_is_sound(run, weights,
 def test_a_tokenizer_with_more_pieces_than_the_model_is_refused(weights):
     config = LMConfig(**SHAPE | {"vocab_size": VOCAB_SIZE - 1})
     save_portable(weights, config, weights_of(Transformer(config)))
-    with pytest.raises(DataError, match=rf"has {VOCAB_SIZE} pieces, .* {VOCAB_SIZE - 1}"):
+    with pytest.raises(UsageError, match=rf"has {VOCAB_SIZE} pieces, .* {VOCAB_SIZE - 1}"):
         load_trained(str(weights))

@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from common.errors import UsageError
-from training.engine.zero_inference import ZeroInference
+from training.engine.zero_inference import config_of_launch
 
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """Makes the ZeroInference of a launch whose DeepSpeed file has this "zero_optimization"."""
+    """Makes the configuration of a launch whose DeepSpeed file has this "zero_optimization"."""
 
-    def launch(device=None, **zero) -> ZeroInference | None:
+    def launch(device=None, **zero) -> dict | None:
         path = tmp_path / "ds.json"
         path.write_text(json.dumps({"zero_optimization": zero, "optimizer": {"type": "AdamW"}}))
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
-        return ZeroInference.of_launch(device, None)
+        return config_of_launch(device, None)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return launch
@@ -26,14 +26,14 @@ def test_weights_are_divided_only_if_the_launcher_has_zero_3(launched, monkeypat
     assert launched(stage=2) is None
     assert launched(stage=3) is not None
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
-    assert ZeroInference.of_launch(None, None) is None
+    assert config_of_launch(None, None) is None
 
 
 def test_the_configuration_keeps_only_settings_for_inference(launched):
     offload = {"device": "cpu", "pin_memory": True}
     zero = {"stage": 3, "offload_param": offload, "stage3_prefetch_bucket_size": 1000}
     training = {"offload_optimizer": offload, "reduce_bucket_size": "auto"}
-    found = launched(**zero, **training).config
+    found = launched(**zero, **training)
     assert found == {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
 
 

@@ -17,7 +17,7 @@ from data.dataset import ConversationSet, PackedDataset, TokenStream
 from data.shards import read_description
 from model import Transformer
 from model.config import LMConfig, setting
-from model.lora import add_lora
+from model.lora import LoRA, add_lora
 from model.recompute import RECOMPUTE
 from storage.find import DISTILLATION, PRETRAINING
 
@@ -146,6 +146,10 @@ class TrainingArguments:
         """Return the number of sequences in an optimizer step, on all processes together."""
         return self.batch_size * self.accumulation_steps * processes
 
+    def total_steps(self, n_samples: int, processes: int) -> int:
+        """Return the number of optimizer steps: --max_steps, or computed from --epochs."""
+        return self.max_steps or math.ceil(self.epochs * n_samples / self.global_batch(processes))
+
     def adapt(self, model: Transformer) -> None:
         """Add adapters to a new model before its weights are loaded. Only fine-tuning adds any."""
 
@@ -200,8 +204,8 @@ class SFTArguments(TrainingArguments):
         """Add adapters if --lora_dim is given. Raises ConfigError if they do not fit the model."""
         if self.lora_dim is None:
             return
-        name, only = self.lora_module_name, self.only_optimize_lora
-        add_lora(model, dim=self.lora_dim, alpha=self.lora_alpha, module_name=name, only_lora=only)
+        only = self.only_optimize_lora
+        add_lora(model, LoRA(self.lora_dim, self.lora_alpha, self.lora_module_name, only))
 
 
 @dataclass
@@ -233,13 +237,9 @@ class DistillationArguments(TrainingArguments):
 
     @property
     def dataset(self) -> type[TokenStream]:
-        """The class that reads --data. Raises DataError if --data is missing or damaged."""
+        """The class that reads --data. Raises UsageError if --data is missing or damaged."""
         kinds = {PackedDataset.kind: PackedDataset, ConversationSet.kind: ConversationSet}
         return kinds[read_description(self.data)["kind"]]
-
-
-KINDS = TrainingArguments, SFTArguments, DistillationArguments
-PROGRAMS = {kind.program: kind for kind in KINDS}
 
 
 def flags_of(dataclass_type):

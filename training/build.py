@@ -1,7 +1,6 @@
-"""Build the model and the optimizer for an engine, and seed the random generators."""
+"""Build the model and the optimizer for an engine, and seed torch's random generators."""
 
 import sys
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,26 +8,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UsageError
 from model import Transformer
-from training.engine.compilation import Compilation, compile_blocks, decide_compilation
+from training.engine.compilation import compile_blocks
 from training.engine.deepspeed_setup import partitioned_while_built, set_up_deepspeed
-from training.engine.estimate import can_coalesce
+from training.engine.estimate import Workload, can_coalesce
 from training.engine.launch import KEPT, Engine
 from training.engine.state import TrainingState
 from training.optimizer import build_optimizer, set_muon_layout
 from training.prepare import Prepared
-
-
-@dataclass
-class BuiltModel:
-    compilation: Compilation  # whether the blocks are compiled
-    model: nn.Module  # model and optimizer as `accelerator.prepare` returned them
-    optimizer: torch.optim.Optimizer
-    state: TrainingState  # saves and loads weights and optimizer state
-
-
-def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed torch's generators (training uses no others) with a number that depends on `rank`."""
-    torch.manual_seed(seed + 1000003 * rank)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -46,18 +32,19 @@ def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
+def build_model(
+    prepared: Prepared, engine: Engine, work: Workload
+) -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:
     """Build a model with random initial weights, and its optimizer. Every process must call it.
 
-    Trained parameters are kept in fp32, frozen parameters in --dtype.
+    Model and optimizer are as `accelerator.prepare` returns them. Trained parameters are kept in
+    fp32, frozen parameters in --dtype.
     Raises UsageError if the engine cannot be started, or if the model cannot be compiled.
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
-    was_compiled = prepared.start.state.get("compiled")  # a resumed run needs the same kernels
-    compilation = decide_compilation(args.compile, was_compiled, prepared.run_flops, engine)
-    engine.fit_to(config.dim, prepared.n_trained)
+    engine.fit_to(config.dim, work.trained)
     set_up_deepspeed(engine)
-    seed_everything(args.seed)  # the same initial weights on every process
+    torch.manual_seed(args.seed)  # the same initial weights on every process
     with partitioned_while_built(engine):
         model = Transformer(config)
         args.adapt(model)  # adds the adapters of LoRA, if any
@@ -69,12 +56,11 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     # Off for conversations: cuDNN would prepare a new plan for each length, in validation too.
     # If an earlier run compiled the same lengths with cuDNN, its code is used again.
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
-    if compilation.on:
+    if work.compiled:
         compile_blocks(model)
     # DDP would broadcast this buffer of complex numbers, which NCCL cannot send.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["pos_cis"])
     optimizer = build_optimizer(model, args, engine)
-    work = prepared.workload(engine.processes, accelerator.device, compilation.on)
     # A GPU's total memory, not its free memory, so that a resumed run decides in the same way.
     size = sys.maxsize if work.on_cpu else torch.cuda.mem_get_info(accelerator.device)[1]
     # All processes must reduce at the same time, so one with a small GPU decides for all.
@@ -88,5 +74,5 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     if engine.coalesces and engine.kind.fp32_sums:
         optimizer.optimizer.use_grad_accum_attribute = True  # else 16-bit gradients are added up
     set_muon_layout(model, engine)
-    seed_everything(args.seed, rank=accelerator.process_index)  # different dropout on each rank
-    return BuiltModel(compilation, model, optimizer, TrainingState(engine, model, optimizer))
+    torch.manual_seed(args.seed + 1000003 * accelerator.process_index)  # other dropout on each rank
+    return model, optimizer, TrainingState(engine, model, optimizer)

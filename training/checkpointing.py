@@ -14,7 +14,7 @@ from common.errors import UsageError
 from formats.portable import load_tensors
 from storage import checkpoint as files
 from storage.folder import RunFolder, step_of
-from training.build import BuiltModel, random_state, restore_random
+from training.build import random_state, restore_random
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process
 from training.engine.state import TrainingState
@@ -26,21 +26,21 @@ from training.prepare import Prepared
 class Checkpointer:
     """Save checkpoints. Keep the newest --keep_last and the one with the lowest validation loss."""
 
-    def __init__(self, prepared: Prepared, engine: Engine, built: BuiltModel, log: TrainingLog):
+    def __init__(self, prepared: Prepared, state: TrainingState, compiled: bool, log: TrainingLog):
         self.folder, self.keep_last = prepared.start.folder, prepared.args.keep_last
-        self.engine, self.state, self.log = engine, built.state, log
+        self.engine, self.state, self.log = state.engine, state, log
         lora = prepared.shapes.lora
         self.facts = {  # written to state.json of every checkpoint
             "model": prepared.config.to_dict(),
             "identity": prepared.identity,
-            "processes": engine.processes,
-            "compiled": built.compilation.on,  # a resumed run needs the same kernels
+            "processes": self.engine.processes,
+            "compiled": compiled,  # a resumed run needs the same kernels
         } | ({"lora": vars(lora)} if lora else {})
         paths = self.folder.all_checkpoints()
         best = files.best([path for path in paths if step_of(path) <= prepared.start.step])
         lowest = files.val_loss(best) if best else math.inf
         # All processes need the same value, but other machines may see the files late.
-        self.lowest_val_loss = on_main_process(engine, lambda: lowest)
+        self.lowest_val_loss = on_main_process(self.engine, lambda: lowest)
         self._writer = threading.Thread()  # the thread that writes the latest checkpoint
         self.group = [self]  # checkpointers of all models that train together
         self._begun = self._saved = 0  # steps of the latest save and of the latest successful save

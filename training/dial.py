@@ -28,12 +28,11 @@ from training.engine.compilation import obstacle, should_compile
 from training.engine.deepspeed_config import file_of
 from training.engine.device import available_memory, matrix_precision, peak_flops
 from training.engine.estimate import kind_of, largest_batch
-from training.engine.failures import one_line_failures
 from training.interruption import SIGNALS
 from training.prepare import Prepared, shapes_of
 from training.request import Request
 from training.run import Run
-from training.start import notebook_process, set_up
+from training.start import notebook_process, one_line_failures, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
 # Time not for steps: LAUNCH_SHARE × preflight's (without preparing text), and END_SECONDS.
@@ -58,7 +57,7 @@ def step_seconds(
     """Run a training program in this process and return its median step time in seconds. The
     steps are real; the run folder is deleted. `threads`: CPU threads, None for torch's default.
 
-    Raises UsageError, ConfigError or DataError if the flags cannot work."""
+    Raises UsageError or ConfigError if the flags cannot work."""
     flags = flags | QUIET | {"compile": "on" if compiled else "off"}
     with (
         notebook_process([kind.program]),
@@ -145,7 +144,7 @@ class Dial:
         self.started = psutil.Process().create_time()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.minutes = request.minutes or MINUTES[self.device.type]
-        self.kind = kind_of(deepspeed, prepared.config.dim)
+        self.kind = kind_of(deepspeed)
         self.muon = self.kind.takes_muon and typed.get("optimizer") != "adamw"
         self.fixed = prepared.source is not None  # existing weights decide the shape
         self.talks = prepared.args.dataset.kind == CONVERSATIONS

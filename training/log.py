@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from common.atomic import write_whole
 from common.errors import UsageError
+from model.experts import ROUTING
 from report.history import number, read_rows
-from storage.folder import RunFolder, read_settings
-from training.arguments import TrainingArguments
-from training.engine.device import device_name, matrix_precision, mfu, peak_flops, peak_memory_bytes
+from storage.folder import read_settings
+from training.engine.device import device_name, matrix_precision, peak_flops, peak_memory_bytes
+from training.prepare import Prepared
 
 
 class LossMeter:
@@ -94,23 +95,20 @@ class StepClock:
         self.paused += time.perf_counter() - start
 
 
-@dataclass(kw_only=True)
 class TrainingLog:
     """Report at step 1, every `log_interval` steps and at the last step. The throughput leaves out
-    pauses and the first step after a start, which may compile."""
+    pauses and the first step after a start, which may compile. Only the main process writes. `name`
+    is printed before every line, if several runs are trained side by side."""
 
-    accelerator: Accelerator  # only its main process writes
-    folder: RunFolder
-    args: TrainingArguments
-    tokens_per_step: float  # mean tokens of a step on all processes, without padding
-    flops_per_token: float  # model FLOPs: forward and backward, and a teacher's forward
-    total_steps: int  # of the whole run
-    first_step: int  # 1, or the first step after a resume
-    logged: tuple[str, ...] = ()  # names of averages that are logged after the loss
-    name: str = ""  # printed before every line, if several runs are trained side by side
-
-    def __post_init__(self):
-        self.meter = LossMeter(self.accelerator, self.logged)
+    def __init__(self, prepared: Prepared, accelerator: Accelerator, name: str = ""):
+        self.accelerator, self.name = accelerator, name
+        self.args, self.folder = prepared.args, prepared.start.folder
+        self.first_step, self.total_steps = prepared.start.step + 1, prepared.total_steps
+        self.flops_per_token = prepared.flops_per_token
+        samples = self.args.global_batch(accelerator.num_processes)
+        self.tokens_per_step = samples * prepared.train_set.tokens_per_sample
+        routing = ROUTING if prepared.config.use_moe else ()
+        self.meter = LossMeter(accelerator, (*self.args.logged, *routing))
         self.clock = StepClock()
         precision = matrix_precision(self.accelerator.mixed_precision)
         self._peak = peak_flops(device_name(self.accelerator.device), precision)
@@ -164,10 +162,12 @@ class TrainingLog:
         if step != self.first_step:
             speed = round(clock.steps * self.tokens_per_step / seconds, 1)
             processes = self.accelerator.num_processes
-            utilisation = mfu(speed, self.flops_per_token, self._peak, processes)
-            mfu_text = "" if utilisation is None else f"MFU {utilisation:.1%}  "
-            left = as_time(elapsed / clock.steps * (self.total_steps - step))
-            timing = f"{speed:,.0f} tokens/s  {mfu_text}left {left}"
+            mfu_text = ""
+            if self._peak is not None:
+                utilisation = speed * self.flops_per_token / (self._peak * processes)
+                mfu_text = f"MFU {utilisation:.1%}  "
+            left = int(elapsed / clock.steps * (self.total_steps - step))
+            timing = f"{speed:,.0f} tokens/s  {mfu_text}left {timedelta(seconds=left)}"
         values = {
             "step": step,
             "epoch": round(epoch, 4),
@@ -226,13 +226,6 @@ class TrainingLog:
             self.accelerator.log(tracked, step=step)
         except OSError as error:
             self.say(f"NOT WRITTEN: {error}; rows of {self.folder.metrics} are kept in memory")
-
-
-def as_time(seconds: float) -> str:
-    """Return a duration as h:mm:ss, or m:ss below an hour."""
-    minutes, s = divmod(int(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
 def require_trackers(names: list[str]) -> None:

@@ -31,11 +31,6 @@ NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
-def count_steps(args: TrainingArguments, n_samples: int, processes: int) -> int:
-    """Return the number of optimizer steps: --max_steps, or computed from --epochs."""
-    return args.max_steps or math.ceil(args.epochs * n_samples / args.global_batch(processes))
-
-
 class LearningRate:
     """Learning rate as a function of the step, counted from 1. It has no state to restore.
 

@@ -29,7 +29,7 @@ from training.engine.launch import check_precision, deepspeed_plugin, set_launch
 from training.log import require_trackers
 from training.prepare import Prepared, prepare
 from training.request import Request
-from training.resume import find_starting_point, saved_arguments
+from training.resume import find_starting_point
 
 
 def read_launch(config_file: str, args: TrainingArguments) -> bool:
@@ -62,7 +62,7 @@ def check_launch(
     kind: type[TrainingArguments] = TrainingArguments,
 ) -> tuple[Prepared, dict | None]:
     """Prepare a run in this process alone; return it and DeepSpeed's configuration, if any.
-    Raises UsageError, ConfigError or DataError if the launch cannot work."""
+    Raises UsageError or ConfigError if the launch cannot work."""
     args, model_settings = as_arguments(dict(flags), kind)
     require_trackers(args.trackers)
     require_usable_gpu()
@@ -85,7 +85,8 @@ def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[st
     if not start.checkpoint:
         return {}
     known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
-    saved = read_settings(start.folder.settings).get("model", {}) | saved_arguments(start.folder)
+    settings = read_settings(start.folder.settings)
+    saved = settings.get("model", {}) | settings.get("arguments", {})
     of_launch = {"resume", "run_name", "out_dir", "init_from", "teacher", "data", "deepspeed"}
     of_launch |= {"time_limit"}
     names = known - of_launch - flags.keys() - ({"max_steps"} if "epochs" in flags else set())
@@ -104,8 +105,8 @@ def as_words(flags: dict[str, Any]) -> list[str]:
 
 
 def main(words: list[str]) -> list[str]:
-    """Return the launcher's arguments. Raises UsageError, ConfigError or DataError if the launch
-    cannot work."""
+    """Return the launcher's arguments. Raises UsageError or ConfigError if the launch cannot
+    work."""
     request = Request(os.environ, words)
     begun = time.time()
     words = [*request.data_flags(), *words]

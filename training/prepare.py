@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ReportedError, UsageError
-from data.dataset import TokenStream
-from data.errors import NothingFitsError
+from data.dataset import NothingFitsError, TokenStream
 from data.prepared import conversations_out
 from model import LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES
@@ -23,7 +22,6 @@ from training.arguments import SFTArguments, TrainingArguments
 from training.engine.estimate import Workload
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
-from training.optimizer import count_steps
 from training.resume import (
     StartingPoint,
     find_starting_point,
@@ -57,23 +55,11 @@ class Prepared:
     total_steps: int  # of the whole run
 
     @property
-    def n_trained(self) -> int:
-        """Number of parameters that are trained (not frozen)."""
-        return sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
-
-    @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token: forward and backward, and the forward pass of a teacher."""
         length = self.train_set.tokens_per_sample
         teacher = self.teacher.shapes.flops_per_token(length) / 3 if self.teacher else 0
         return self.shapes.flops_per_token(length) + teacher
-
-    @property
-    def run_flops(self) -> float:
-        """Rough model FLOPs of one process in the whole run, to decide whether to compile."""
-        tokens = self.args.global_batch(1) * self.total_steps * self.train_set.tokens_per_sample
-        with torch.device("meta"):
-            return Transformer(self.config).flops_per_token(self.config.max_seq_len) * tokens
 
     def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
         """Return the work of one process in a step, for the memory estimate."""
@@ -83,7 +69,8 @@ class Prepared:
             processes=processes,
             device=device,
             compiled=compiled,
-            teacher=self.teacher and self.teacher.in_memory,
+            teacher=self.teacher and self.teacher.shapes,
+            teacher_config=self.teacher and self.teacher.zero,
         )
 
 
@@ -100,9 +87,12 @@ def prepare(
         out = Path(args.out_dir)
         source = own.init_from and WeightsFolder.find(name_of(own.init_from, out, PRETRAINING))
         settings = source_settings(source, model_settings)
+        teacher = None
         if own.teacher:
-            return start, source, *find_teacher(own, source, settings, engine)
-        return start, source, None, settings, prepared_data(args, source, None)
+            name = name_of(own.teacher, out, PRETRAINING)
+            teacher = TeacherWeights.find(replace(own, teacher=name))
+            settings = {"max_seq_len": teacher.training_length} | settings
+        return start, source, teacher, settings, prepared_data(args, source, teacher)
 
     def open_data() -> tuple:  # runs on every process
         seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
@@ -113,6 +103,8 @@ def prepare(
             val_set = None
         if source:
             require_same_tokenizer(source, train_set)
+        if teacher:
+            teacher.require_fit(train_set, engine)
         config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
         return train_set, val_set, shapes_of(config, filled), teacher and teacher.source.sha256()
 
@@ -138,7 +130,7 @@ def prepare(
         config=shapes.config,
         shapes=shapes,
         identity=identity,
-        total_steps=count_steps(filled, len(train_set), processes),
+        total_steps=filled.total_steps(len(train_set), processes),
     )
 
 
@@ -153,23 +145,6 @@ def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
             raise UsageError(f"--{name} {value}: leave it out, {shape}")
     LMConfig(**theirs | typed)
     return theirs | typed
-
-
-def find_teacher(
-    args: TrainingArguments, source: WeightsFolder | None, settings: dict, engine: Engine | None
-) -> tuple[TeacherWeights, dict, str]:
-    """Return the teacher, the student's model settings and the data folder. Raises UsageError or
-    ConfigError if the teacher cannot be used."""
-    name = name_of(args.teacher, Path(args.out_dir), PRETRAINING)
-    teacher = TeacherWeights.find(replace(args, teacher=name))
-    length = teacher.shapes.config.max_seq_len
-    if teacher.source.is_foreign:  # its context may be too long to train with
-        length = min(length, LMConfig.max_seq_len)
-    student = {"max_seq_len": length} | settings
-    data = prepared_data(args, source, teacher)
-    train_set = replace(args, data=data).dataset(data, "train", student["max_seq_len"])
-    teacher.require_fit(train_set, engine)
-    return teacher, student, data
 
 
 def prepared_data(

@@ -13,19 +13,8 @@ from common.numbers import counted
 
 # The shapes to choose from, in order of increasing cost: n_layers, dim.
 SHAPES = (
-    *(
-        (3, 96),
-        (3, 128),
-        (3, 192),
-        (4, 192),
-        (4, 256),
-        (6, 256),
-        (6, 384),
-        (8, 512),
-        (10, 640),
-        (12, 768),
-    ),
-    *((16, 1024), (24, 1280), (28, 1536), (32, 2048)),
+    *((3, 96), (3, 128), (3, 192), (4, 192), (4, 256), (6, 256), (6, 384), (8, 512)),
+    *((10, 640), (12, 768), (16, 1024), (24, 1280), (28, 1536), (32, 2048)),
 )
 SMALL_SHAPES = ((2, 64),)  # only for a student, whose teacher may be small
 # A run of 5 million tokens suits a model of 1.43 million parameters: 3.5 tokens per parameter. In

@@ -10,11 +10,7 @@ from pathlib import Path
 
 from common.errors import ReportedError, UsageError
 from data.prepared import default_out
-from training.arguments import (
-    DistillationArguments,
-    SFTArguments,
-    TrainingArguments,
-)
+from training.arguments import DistillationArguments, SFTArguments, TrainingArguments
 
 # STAGE → the training program's arguments, and the variables that the stage does not use.
 STAGES = {
@@ -74,12 +70,9 @@ class Request:
 
     def _minutes(self) -> float | None:
         text = self.get("MINUTES")
-        try:
-            if not text or 0 < float(text) < float("inf"):
-                return float(text) if text else None
-        except ValueError:
-            pass
-        raise UsageError(f"MINUTES must be a positive number, such as 30, not {text!r}")
+        if text and not (text.replace(".", "", 1).isdecimal() and float(text)):
+            raise UsageError(f"MINUTES must be a positive number, such as 30, not {text!r}")
+        return float(text) if text else None
 
     def _config(self) -> str:
         """Return the path of Accelerate's configuration file."""

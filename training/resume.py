@@ -18,7 +18,7 @@ from data.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from model import LMConfig, Transformer
 from storage.checkpoint import STATE, newest_undamaged, read_state, run_of
 from storage.find import program_of, run_to_resume
-from storage.folder import RunFolder, lock, read_settings, step_of
+from storage.folder import RunFolder, read_settings, step_of
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine
 
@@ -75,15 +75,6 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
     return StartingPoint(run)
 
 
-def claim(start: StartingPoint) -> None:
-    """Create and lock the run folder. Raises UsageError if it is in use or cannot be created."""
-    try:
-        start.folder.path.mkdir(parents=True, exist_ok=True)
-        lock(start.folder.lock)
-    except OSError as error:
-        raise UsageError(f"the run folder cannot be used: {error}") from error
-
-
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
     """Return `args`. At a resume, the run folder replaces --init_from: its weights may be deleted.
     The run's teacher replaces --teacher auto: the newest run may be another one now."""
@@ -91,7 +82,8 @@ def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingA
         base = start.folder.base
         args = replace(args, init_from=str(base if base.exists() else start.checkpoint))
     if start.checkpoint and args.teacher == "auto":
-        args = replace(args, teacher=saved_arguments(start.folder).get("teacher", "auto"))
+        saved = read_settings(start.folder.settings).get("arguments", {})
+        args = replace(args, teacher=saved.get("teacher", "auto"))
     return args
 
 
@@ -172,19 +164,13 @@ def write_settings(
         run.template.write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
 
 
-def saved_arguments(run: RunFolder) -> dict:
-    """Return the training flags in settings.json; {} if the file is missing or unreadable."""
-    arguments = read_settings(run.settings).get("arguments")
-    return arguments if isinstance(arguments, dict) else {}
-
-
 def changes_since_stop(
     start: StartingPoint, args: TrainingArguments, config: LMConfig, engine: Engine
 ) -> list[str]:
     """Return a line for each value (flag, engine, processes) that differs from a resumed run's
     settings.json, which still describes the previous launch."""
     settings = read_settings(start.folder.settings)
-    old_flags = saved_arguments(start.folder) | settings.get("model", {})
+    old_flags = settings.get("arguments", {}) | settings.get("model", {})
     new_flags = vars(args) | config.to_dict()
     before = settings | {f"--{name}": value for name, value in old_flags.items()}
     now = {f"--{name}": value for name, value in new_flags.items()}

@@ -3,20 +3,22 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from common.errors import UsageError
-from data.dataset import TokenStream, endless_batches
+from data.dataset import TokenStream
 from data.order import LengthSampler, MicroBatchSampler
 from model import IGNORE_INDEX
-from model.experts import ROUTING, load_balance
+from model.experts import load_balance
 from training.arguments import TrainingArguments
-from training.build import BuiltModel
+from training.build import build_model
 from training.checkpointing import Checkpointer, load_checkpoint
+from training.engine.compilation import why_not_compile
 from training.engine.launch import Engine
 from training.interruption import StopRequest, end_stopped
 from training.log import TrainingLog
@@ -56,7 +58,17 @@ def step_batches(
         seed=args.seed,
         start=start_step * global_batch,  # in sequences
     )
-    source = endless_batches(train_set, order, args.num_workers, on_gpu=device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    collate = getattr(train_set, "collate", None)
+    loader = DataLoader(
+        train_set,
+        batch_sampler=order,
+        num_workers=args.num_workers,
+        collate_fn=collate and partial(collate, on_gpu=on_gpu),
+        pin_memory=on_gpu,
+        generator=torch.Generator(),  # by default it would share dropout's generator
+    )
+    source = iter(loader)
 
     def read() -> MicroBatch:
         tokens, targets = next(source)
@@ -76,45 +88,38 @@ def step_batches(
         yield batches
 
 
-@dataclass(eq=False)
 class Run:
-    """One training run. If it resumes, creating the Run loads the checkpoint."""
+    """One training run. Creating it builds the model with random initial weights, or loads the
+    checkpoint of a resumed run. `name` is printed before each log line of several runs."""
 
-    prepared: Prepared  # arguments, data and starting point
-    engine: Engine
-    built: BuiltModel  # the model with its initial weights, and the optimizer
-    stop: StopRequest
-    teacher: Teacher | None = None  # the model to learn from; distillation only
-    name: str = ""  # printed before each log line of several runs
-
-    def __post_init__(self):
-        prepared, engine, start = self.prepared, self.engine, self.prepared.start
-        train_set, val_set, args = prepared.train_set, prepared.val_set, prepared.args
+    def __init__(self, prepared: Prepared, engine: Engine, stop: StopRequest, name: str = ""):
+        self.prepared, self.engine, self.stop = prepared, engine, stop
+        args, train_set, start = prepared.args, prepared.train_set, prepared.start
         self.args, self.accelerator, self.folder = args, engine.accelerator, start.folder
         self.first_step, self.total_steps = start.step + 1, prepared.total_steps
-        self.model, self.optimizer = self.built.model, self.built.optimizer
+        self.teacher: Teacher | None = None  # only in distillation
+        if prepared.teacher:
+            self.teacher = Teacher(prepared.teacher, engine, args.dtype, train_set.vocab_size)
+        was_compiled = start.state.get("compiled")  # a resumed run needs the same kernels
+        tokens = args.global_batch(1) * self.total_steps * train_set.tokens_per_sample
+        flops = tokens * prepared.flops_per_token  # of this process in the whole run
+        # None: the blocks are compiled.
+        self.why_not_compiled = why_not_compile(args.compile, was_compiled, flops, engine)
+        compiled = self.why_not_compiled is None
+        self.work = prepared.workload(engine.processes, self.accelerator.device, compiled)
+        self.model, self.optimizer, self.state = build_model(prepared, engine, self.work)
         self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
         self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
         self._batches = step_batches(train_set, args, engine, start.step)
-        self.log = TrainingLog(
-            accelerator=self.accelerator,
-            folder=self.folder,
-            args=args,
-            tokens_per_step=self.samples_per_step * train_set.tokens_per_sample,
-            flops_per_token=prepared.flops_per_token,
-            total_steps=self.total_steps,
-            first_step=self.first_step,
-            logged=(*args.logged, *(ROUTING if prepared.config.use_moe else ())),
-            name=self.name,
-        )
+        self.log = TrainingLog(prepared, self.accelerator, name)
         if start.checkpoint:
-            load_checkpoint(start.checkpoint, engine, self.built.state, self.log.meter)
+            load_checkpoint(start.checkpoint, engine, self.state, self.log.meter)
         self.profiler = StepProfiler(self.accelerator, self.model, self.folder.profile, args)
-        self.val_loader = val_set and validation_loader(
-            val_set, args.batch_size, args.eval_samples, self.accelerator
+        self.val_loader = prepared.val_set and validation_loader(
+            prepared.val_set, args.batch_size, args.eval_samples, self.accelerator
         )
-        self.checkpointer = Checkpointer(prepared, engine, self.built, self.log)
+        self.checkpointer = Checkpointer(prepared, self.state, compiled, self.log)
 
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the steps (from 1), until the last step or a stop request."""
@@ -230,7 +235,7 @@ class Run:
     def write_sample(self, step: int) -> None:
         """Let the model generate a text, log it and append it to samples.jsonl."""
         with self.log.clock.pause():
-            write_sample(step, self.built.state.whole_model(), self.prepared, self.log)
+            write_sample(step, self.state.whole_model(), self.prepared, self.log)
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
         """Return whether val_loss is the lowest so far, --save_interval is due, or the run ends."""
@@ -264,7 +269,7 @@ class Run:
 
     def write_results(self) -> None:
         """Write weights, sample and report. Then raise UsageError if the last save failed."""
-        weights = self.built.state.weights()
+        weights = self.state.weights()
         saved = self.close()
         if self.engine.is_main:
             write_results(self.prepared, weights, self.log)

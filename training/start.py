@@ -1,6 +1,5 @@
 """Set up a training program: from the command line to a `Run` that is ready to train."""
 
-import math
 import os
 import signal
 import sys
@@ -19,9 +18,9 @@ from common.numbers import counted, memory
 from data.shards import CONVERSATIONS
 from model import ConfigError, Transformer
 from storage.checkpoint import write_base
-from storage.folder import release_locks
+from storage.folder import lock, release_locks
 from training.arguments import TrainingArguments, parse_arguments
-from training.build import build_model, random_state
+from training.build import random_state
 from training.engine.device import (
     attention_kernel,
     available_memory,
@@ -29,17 +28,20 @@ from training.engine.device import (
     device_name,
     matrix_precision,
 )
-from training.engine.estimate import DDP, Kind, Workload, estimate, fits
-from training.engine.failures import less_memory, one_line_failures
+from training.engine.estimate import GPU, estimate, fits, kind_of
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
 from training.interruption import LIVES_ON, SIGNALS, StopRequest, exit_rank
 from training.log import require_trackers
 from training.optimizer import muon_matrices
 from training.prepare import Prepared, prepare
-from training.resume import changes_since_stop, claim, set_aside, write_settings
+from training.resume import changes_since_stop, set_aside, write_settings
 from training.run import Run
-from training.teacher import Teacher
+
+# Parts of error messages: of PyTorch, NCCL and cuBLAS, then of gloo and NCCL.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+ENDED = ("Connection closed", "Connection reset", "Broken pipe", "remote process exited")
+SILENT = ("Connection timed out", "Timed out waiting")
 
 
 def run_program(
@@ -91,9 +93,35 @@ def notebook_process(command: list[str]) -> Iterator[None]:
         sys.argv = typed
 
 
+@contextmanager
+def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
+    """Turn two kinds of failure in this context into an error of one line.
+    Raises UsageError if memory ran out, or if another process ended or does not answer."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        sentences = text.split(". ")
+        if isinstance(error, MemoryError) or any(part in text for part in OUT_OF_MEMORY):
+            advice = less_memory(args, model_settings.get("use_flash_attn", True))
+            # PyTorch's first three sentences give sizes. The others explain its settings.
+            sizes = ". ".join(sentences[:3]) or "MemoryError"
+            raise UsageError(
+                f"out of memory with --batch_size {args.batch_size} --accumulation_steps "
+                f"{args.accumulation_steps}: {advice} ({sizes})"
+            ) from error
+        if any(part in text for part in ENDED):
+            what = "has ended, see its output"
+        elif any(part in text for part in SILENT):
+            what = "does not answer any more"
+        else:
+            raise
+        raise UsageError(f"another process {what} ({sentences[0]}); use --resume auto") from error
+
+
 def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
-    """Return a run that is ready to train, or None if it is finished. Raises UsageError,
-    ConfigError or DataError if the run cannot be trained."""
+    """Return a run that is ready to train, or None if it is finished. Raises UsageError or
+    ConfigError if the run cannot be trained."""
     return next(iter(set_up_together([(args, model_settings)])), None)
 
 
@@ -142,25 +170,21 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
     """Build the model, load weights, print the start block; return None if the run is finished.
     Every process must call it. Raises UsageError or ConfigError if the run cannot be trained."""
     args, start, train_set = prepared.args, prepared.start, prepared.train_set
-    on_main_process(engine, partial(claim, start))
+    on_main_process(engine, partial(lock, start.folder.lock))
     engine.set_accumulation(args.accumulation_steps)
     finished = start.step >= prepared.total_steps
     if finished and on_main_process(engine, start.folder.weights.exists):
         steps = f"{start.step} of {prepared.total_steps} steps"
         engine.accelerator.print(f"{start.folder.path} is finished, {steps}: raise --max_steps")
         return None
-    teacher = None
-    if prepared.teacher:
-        teacher = Teacher(prepared.teacher, engine, args.dtype, train_set.vocab_size)
-    built = build_model(prepared, engine)
+    run = Run(prepared, engine, stop, name)
     if prepared.source and not start.checkpoint:
         model = on_every_process(engine, prepared.source.load)
         weights = {name: p.detach() for name, p in model.named_parameters()}
-        built.state.load_weights(weights, str(prepared.source.path))
+        run.state.load_weights(weights, str(prepared.source.path))
         if prepared.shapes.lora:  # the run folder needs the frozen weights too
             keep = (start.folder, prepared.config, weights, train_set.tokenizer_path)
             on_main_process(engine, partial(write_base, *keep))
-    run = Run(prepared, engine, built, stop, teacher, name)
     changes = changes_since_stop(start, args, prepared.config, engine)
     for text in (start_block(run), *changes, *warnings(run)):
         run.log.say(text)
@@ -178,8 +202,9 @@ def start_block(run: Run) -> str:
         rows, read = "conversations", data.summary
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,} {rows}"
-    work = prepared.workload(engine.processes, device, run.built.compilation.on)
-    hint = without_engine(engine.kind, work)
+    hint, on_one_gpu = "", engine.processes == 1 and device.type == "cuda"
+    if on_one_gpu and engine.deepspeed and engine.kind.optimizer_on == GPU:
+        hint = f"; one process has nothing to divide: `python {args.program}` needs less memory"
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
     optimizer = "AdamW"
@@ -192,12 +217,12 @@ def start_block(run: Run) -> str:
         precision += ", gradients added up in 16 bits too"
     teacher = None
     if found := prepared.teacher:
-        divided = found.in_memory.kind.name if found.zero else "whole on each process"
+        divided = kind_of(found.zero).name if found.zero else "whole on each process"
         teacher = (
             f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}, "
             f"{run.teacher.held / 1e6:,.1f} MB of weights per process"
         )
-    expected = estimate(engine.kind, work)
+    expected = estimate(engine.kind, run.work)
     places = {"in RAM": expected.ram, "on NVMe": expected.nvme}
     offloaded = "".join(f", {memory(n)} {place}" for place, n in places.items() if n)
     fields = {
@@ -208,11 +233,13 @@ def start_block(run: Run) -> str:
         "device": device_name(device),
         "precision": precision,
         "attention": attention_kernel(prepared.config, getattr(torch, args.dtype), device),
-        "compiled": run.built.compilation,
+        "compiled": f"no ({run.why_not_compiled})"
+        if run.why_not_compiled
+        else "yes (block by block, during the first step)",
         "parameters": _parameters(prepared.shapes),
         "adapters": lora
         and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
-        f"{prepared.n_trained:,} parameters are trained"
+        f"{run.work.trained:,} parameters are trained"
         + (", no experts" if prepared.config.use_moe else ""),
         "optimizer": optimizer,
         "data": f"{args.data}: {read}",
@@ -227,17 +254,6 @@ def start_block(run: Run) -> str:
         "teacher": teacher,
     }
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items() if value is not None)
-
-
-def without_engine(kind: Kind, work: Workload) -> str:
-    """Return what one process on a GPU would save without its engine, or "" if nothing."""
-    saved = estimate(kind, work).peak - estimate(DDP, work).peak
-    if work.processes > 1 or work.on_cpu or saved <= 0:
-        return ""
-    return (
-        f"; one process has nothing to divide: `python {work.args.program}` needs about "
-        f"{memory(saved)} less and copies no gradients"
-    )
 
 
 def _parameters(shapes: Transformer) -> str:
@@ -256,9 +272,7 @@ def _parameters(shapes: Transformer) -> str:
 def warnings(run: Run) -> list[str]:
     """Return the warnings to print before the first step. Every process must call it."""
     args, prepared, engine, device = run.args, run.prepared, run.engine, run.accelerator.device
-    work = prepared.workload(engine.processes, device, run.built.compilation.on)
-    free = available_memory(device, engine.processes)
-    free = math.inf if free is None else -engine.largest(-free)  # the smallest of all processes
+    free = -engine.largest(-available_memory(device, engine.processes))  # the smallest of all
     texts = []
     if device.type == "cpu" and args.dtype == "bfloat16" and cpu_emulates_bf16():
         texts.append("WARNING: this CPU emulates bf16: --dtype float32 is many times faster")
@@ -272,8 +286,8 @@ def warnings(run: Run) -> list[str]:
     if source and not prepared.start.checkpoint and (most := source.config().max_seq_len) < n:
         text = f"WARNING: {source.path} was trained on {most} positions, this run has {n}"
         texts.append(f"{text}: pass --max_seq_len {most}, or train long enough to learn the others")
-    if not fits(engine.kind, work, free):
-        needs = estimate(engine.kind, work).peak
+    if not fits(engine.kind, run.work, free):
+        needs = estimate(engine.kind, run.work).peak
         texts.append(
             f"WARNING: a process may need {memory(needs)}, but can use only {memory(free)}: "
             f"{less_memory(args, prepared.config.use_flash_attn)}"
@@ -284,3 +298,13 @@ def warnings(run: Run) -> list[str]:
             "--resume needs a folder that all machines see"
         )
     return texts
+
+
+def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
+    """Return advice: the flags that reduce the memory of a run."""
+    ways = ["a smaller --batch_size with larger --accumulation_steps", "a shorter --max_seq_len"]
+    if args.gradient_checkpointing != "blocks":
+        ways.append("--gradient_checkpointing blocks")
+    if not use_flash_attn:
+        ways.append("--use_flash_attn")
+    return f"{', '.join(ways)} need less memory"

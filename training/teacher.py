@@ -10,20 +10,19 @@ from torch import Tensor
 
 from common.errors import UsageError
 from data.dataset import TokenStream
-from data.errors import DataError
 from data.tokenizer import tokenizer_hash
-from model import Transformer
+from formats.portable import without_memory
+from model import LMConfig, Transformer
 from storage.weights import WeightsFolder
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import read_config
-from training.engine.estimate import DDP, TeacherInMemory, kind_of
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
-from training.engine.zero_inference import ZeroInference
+from training.engine.zero_inference import inference_config, load_divided
 
 
 def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
-    """Raise DataError if the tokenizers of the model and the data differ. A model without a
+    """Raise UsageError if the tokenizers of the model and the data differ. A model without a
     tokenizer file must have the vocabulary size of the data."""
     size = source.config().vocab_size
     same, flag = data.vocab_size == size, "the model's tokenizer"
@@ -31,7 +30,7 @@ def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
         same = tokenizer_hash(source.tokenizer) == data.description["tokenizer_sha256"]
         flag = f"--tokenizer {source.tokenizer}"
     if not same or data.vocab_size > size:
-        raise DataError(
+        raise UsageError(
             f"{data.folder}, vocabulary {data.vocab_size}, has another tokenizer than the model in "
             f"{source.path}, vocabulary {size}: prepare the {data.kind} anew with {flag}"
         )
@@ -43,7 +42,7 @@ class TeacherWeights:
 
     source: WeightsFolder
     shapes: Transformer  # on the meta device
-    zero: ZeroInference | None  # None: every process holds the whole teacher
+    zero: dict | None  # configuration of ZeRO-3; None: every process holds the whole teacher
 
     @classmethod
     def find(cls, args: TrainingArguments) -> "TeacherWeights":
@@ -57,18 +56,18 @@ class TeacherWeights:
                 raise UsageError(f"{path}: a teacher is divided by ZeRO stage 3, not {stage!r}")
             # With True, DeepSpeed replaces PyTorch's linear function, for the student too.
             config["zero_optimization"]["memory_efficient_linear"] = False
-            zero = ZeroInference.of_config(config, path, args.dtype)
-        with torch.device("meta"):
-            return cls(source, Transformer(source.config()), zero)
+            zero = inference_config(config, path, args.dtype)
+        return cls(source, without_memory(source.config()), zero)
 
     @property
-    def in_memory(self) -> TeacherInMemory:
-        """The teacher as an input of the memory estimate."""
-        return TeacherInMemory(self.shapes, kind_of(self.zero.config) if self.zero else DDP)
+    def training_length(self) -> int:
+        """Default of the student's max_seq_len. A foreign context may be too long to train with."""
+        length = self.shapes.config.max_seq_len
+        return min(length, LMConfig.max_seq_len) if self.source.is_foreign else length
 
     def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
-        """Raise UsageError or DataError if the teacher cannot read the student's batches, or cannot
-        be divided because there is no launcher. `engine` is None before a launch."""
+        """Raise UsageError if the teacher cannot read the student's batches, or cannot be divided
+        because there is no launcher. `engine` is None before a launch."""
         if self.zero and engine and not torch.distributed.is_initialized():
             raise UsageError("--teacher_config needs a launcher, such as accelerate launch")
         if not self.source.tokenizer.is_file():
@@ -87,7 +86,7 @@ class Teacher:
     def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):
         self.found, self.vocab_size = found, vocab_size
         if found.zero:
-            model = found.zero.load(found.source)
+            model = load_divided(found.zero, found.source)
         else:
             model = on_every_process(engine, found.source.load)
             model.to(engine.accelerator.device, getattr(torch, dtype))

@@ -24,8 +24,8 @@ def noted(*parameters, **how):
     whole.append(sum(p.ds_numel for p in parameters))
     return gathered(*parameters, **how)
 zero_inference.gathered = noted
-zero = zero_inference.ZeroInference.of_launch(None, None)
-model = load_trained(sys.argv[1], zero.load).model
+zero = zero_inference.config_of_launch(None, None)
+model = load_trained(sys.argv[1], lambda f: zero_inference.load_divided(zero, f)).model
 shares = [p.ds_tensor for p in model.parameters()]
 facts = {
     "parameters": sum(p.ds_numel for p in model.parameters()),

@@ -3,7 +3,6 @@
 import os
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -23,20 +22,11 @@ def should_compile(wanted: str, run_flops: float, device: torch.device) -> bool:
     return wanted == "on" or (wanted == "auto" and run_flops >= WORTH_FLOPS[device.type])
 
 
-class Compilation(NamedTuple):
-    """Whether to compile, and why; the run prints both when it starts."""
-
-    on: bool
-    why: str  # shown to the user
-
-    def __str__(self) -> str:
-        return f"{'yes' if self.on else 'no'} ({self.why})"
-
-
-def decide_compilation(
+def why_not_compile(
     wanted: str, recorded: bool | None, run_flops: float, engine: Engine
-) -> Compilation:
-    """Decide whether to compile. Every process must call this and gets the same decision.
+) -> str | None:
+    """Return why a run is not compiled, for the user; None if it is. Every process must call this
+    and gets the same answer.
 
     `wanted` is --compile. `recorded` says if a resumed run was compiled (None: a new run). "auto"
     keeps this choice if it can, because compiled kernels round differently. `run_flops` counts
@@ -44,7 +34,7 @@ def decide_compilation(
     """
     device = engine.accelerator.device
     if wanted == "off":
-        return Compilation(False, "--compile off")
+        return "--compile off"
     why = None
     if engine.divides_model:  # torch.compile would compile again when weights are gathered again
         why = "under ZeRO-3 compiling takes more time than it saves"
@@ -53,13 +43,11 @@ def decide_compilation(
     elif recorded is None and not should_compile(wanted, run_flops, device):
         why = "in so short a run compiling takes more time than it saves"
     if wanted == "auto" and why:
-        return Compilation(False, f"{why}; --compile on forces it")
+        return f"{why}; --compile on forces it"
     reason = on_main_process(engine, lambda: obstacle(device))
-    if reason is None:
-        return Compilation(True, "block by block, during the first step")
-    if wanted == "on":
+    if reason and wanted == "on":
         raise UsageError(f"cannot compile: {reason}; pass --compile off")
-    return Compilation(False, reason)
+    return reason
 
 
 def compile_blocks(model: Transformer) -> None:

@@ -12,19 +12,8 @@ from pathlib import Path
 from common.errors import UsageError, reason
 from training.arguments import TrainingArguments
 
-# Values for "auto" in "zero_optimization" where no flag decides (two are as in ds_config.json).
-AUTO_DEFAULTS = {
-    "overlap_comm": True,
-    "allgather_bucket_size": 50_000_000,
-    "stage3_gather_16bit_weights_on_model_save": False,
-}
-# Formulas for "auto" in "zero_optimization": numbers of elements, from the model's width. The
-# Hugging Face Trainer uses the same formulas (transformers/integrations/deepspeed.py).
-BY_WIDTH = {
-    "reduce_bucket_size": lambda dim: dim * dim,
-    "stage3_prefetch_bucket_size": lambda dim: int(0.9 * dim * dim),
-    "stage3_param_persistence_threshold": lambda dim: 10 * dim,
-}
+# In "zero_optimization", "auto" is DeepSpeed's default, except for this key: see `Engine.fit_to`.
+BY_WIDTH = "stage3_param_persistence_threshold"
 ADAM_EPS = 1e-8
 # The next two tables: prefix of a section → keys of this section, separated by spaces.
 # KNOWN has all keys that are accepted. DeepSpeed itself checks the sections that are not listed.
@@ -86,8 +75,7 @@ def file_of(args: TrainingArguments) -> str:
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
     """Return a copy of the configuration in which the flags replace "auto".
 
-    The copy keeps each "auto" that `fill_by_width` replaces. `source` names the configuration in
-    messages.
+    The copy keeps the "auto" of BY_WIDTH. `source` names the configuration in messages.
     Raises UsageError, which lists every contradiction, key without effect, and other problem.
     """
     config = json.loads(json.dumps(config))  # a copy
@@ -199,19 +187,14 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         if given not in ("auto", value):
             problems.append(f'"{key}" is {json.dumps(given)}, but {flag} gives {json.dumps(value)}')
     zero = config["zero_optimization"]
-    zero |= {key: value for key, value in AUTO_DEFAULTS.items() if zero.get(key) == "auto"}
+    for key in [key for key, value in zero.items() if value == "auto" and key != BY_WIDTH]:
+        del zero[key]
     if config["bf16"].get("check_grad_overflow") is False:
         problems.append('remove "check_grad_overflow": false, it would let NaN into the weights')
     for key in _autos(config):
-        if key.removeprefix("zero_optimization.") not in BY_WIDTH:
+        if key != f"zero_optimization.{BY_WIDTH}":
             problems.append(f'"{key}": "auto" is not replaced by a flag here, write a value')
     return problems
-
-
-def fill_by_width(config: dict, dim: int) -> None:
-    """Replace each "auto" that depends on the model's width."""
-    zero = config["zero_optimization"]
-    zero |= {key: fill(dim) for key, fill in BY_WIDTH.items() if zero.get(key) == "auto"}
 
 
 def offload_device(config: dict | None, what: str) -> str | None:

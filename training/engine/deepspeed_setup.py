@@ -34,21 +34,13 @@ def set_up_deepspeed(engine: Engine) -> None:
     def attempt() -> None:
         if engine.accelerator.is_local_main_process:
             for folder in nvme_folders(engine.deepspeed):
-                claim(Path(folder))
+                # All runs use the same file names in this folder.
+                lock(Path(folder, "lock"), otherwise='"nvme_path"')
             for name in needed_operations(engine.deepspeed):
                 load_operation(name)
 
     if engine.deepspeed is not None:
         on_every_process(engine, attempt)
-
-
-def claim(folder: Path) -> None:
-    """Lock an NVMe folder for this run, because all runs use the same file names there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock(folder / "lock", otherwise='"nvme_path"')
-    except OSError as error:
-        raise UsageError(f"the NVMe folder {folder} cannot be used: {error.strerror}") from error
 
 
 def needed_operations(config: dict) -> list[str]:

@@ -136,15 +136,6 @@ def peak_flops(name: str, precision: str) -> float | None:
     return None
 
 
-def mfu(
-    tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int
-) -> float | None:
-    """Return the model FLOPs utilization, a share of the peak; None if the peak is unknown."""
-    if peak is None:
-        return None
-    return tokens_per_second * flops_per_token / (peak * devices)
-
-
 def attention_kernel(config: LMConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Return a description of the attention kernel that will run."""
     if not config.use_flash_attn:
@@ -173,25 +164,23 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux kB
 
 
-def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can use, including the bytes that it uses now. Return None
-    on a CPU if there is no /proc. The `processes` processes of a machine share the RAM of the
-    machine or of their container. A launcher's LOCAL_WORLD_SIZE overrides `processes`."""
+def available_memory(device: torch.device, processes: int) -> int:
+    """Return the bytes that this process can use, including the bytes that it uses now. The
+    `processes` processes of a machine share the RAM of the machine or of their container. A
+    launcher's LOCAL_WORLD_SIZE overrides `processes`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    meminfo, groups = Path("/proc/meminfo"), Path("/proc/self/cgroup")
-    if not (meminfo.exists() and groups.exists()):
-        return None
-    free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024  # kB to bytes
-    group = Path("/sys/fs/cgroup", groups.read_text().partition("0::/")[2].strip())
+    free, groups = psutil.virtual_memory().available, Path("/proc/self/cgroup")
+    name = groups.read_text().partition("0::/")[2].strip() if groups.exists() else ""
+    group = Path("/sys/fs/cgroup", name)
     for limit in (folder / "memory.max" for folder in (group, *group.parents)):
         if limit.exists() and limit.read_text().strip() != "max":
             stat = limit.with_name("memory.stat").read_text().split()
             used = int(stat[stat.index("anon") + 1])  # memory in use, without caches
             free = min(free, int(limit.read_text()) - used)
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # processes on this machine
-    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])  # in pages
-    return free // sharing + (resident - shared) * resource.getpagesize()
+    mine = psutil.Process().memory_info()
+    return free // sharing + mine.rss - getattr(mine, "shared", 0)
 
 
 def keep_freed_memory() -> bool:

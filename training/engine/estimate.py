@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from model import LMConfig, Transformer
+from model import Transformer
 from model.loss import tokens_at_once
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import BY_WIDTH, offload_device, read_config
+from training.engine.deepspeed_config import offload_device, read_config
 from training.engine.device import GIB
 
 GPU, CPU, NVME = "gpu", "cpu", "nvme"  # where tensors can be
@@ -67,39 +67,28 @@ class Kind:
 DDP = Kind("ddp")
 
 
-def kind_of(config: dict | None, dim: int = 0) -> Kind:
-    """Return the engine of a DeepSpeed configuration, or DDP if `config` is None.
-    `dim` is the model's width, which decides the size of a bucket that is "auto"."""
+def kind_of(config: dict | None) -> Kind:
+    """Return the engine of a DeepSpeed configuration, or DDP if `config` is None."""
     if config is None:
         return DDP
     zero = config["zero_optimization"]
-    bucket = zero.get("reduce_bucket_size", Kind.reduce_bucket)
-    if bucket == "auto":
-        bucket = BY_WIDTH["reduce_bucket_size"](dim)
     sums = (config.get("data_types") or {}).get("grad_accum_dtype")
     return Kind(
         stage=zero["stage"],
         optimizer_on=offload_device(config, "optimizer") or GPU,
         parameters_on=offload_device(config, "param") or GPU,
         fp32_sums=sums in ("fp32", "float32"),
-        reduce_bucket=int(bucket),
+        reduce_bucket=int(zero.get("reduce_bucket_size", Kind.reduce_bucket)),
         reuse_distance=int(zero.get("stage3_max_reuse_distance", Kind.reuse_distance)),
     )
 
 
 @cache
-def engines(dim: int) -> tuple[Kind, ...]:
-    """Return DDP and the engines of FILES, for a model of width `dim`."""
+def engines() -> tuple[Kind, ...]:
+    """Return DDP and the engines of FILES."""
     root = Path(__file__).parents[2]  # the repository
     found = ((name, read_config(str(root / file))) for name, file in FILES.items())
-    return DDP, *(replace(kind_of(config, dim), config=name) for name, config in found)
-
-
-class TeacherInMemory(NamedTuple):
-    """A distillation teacher, which is in memory together with its student."""
-
-    shapes: Transformer  # on the meta device
-    kind: Kind  # the engine of the teacher; its weights are divided only at stage 3
+    return DDP, *(replace(kind_of(config), config=name) for name, config in found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +100,8 @@ class Workload:
     processes: int
     device: torch.device  # where the process trains; this machine need not have such a device
     compiled: bool
-    teacher: TeacherInMemory | None = None
-
-    @property
-    def config(self) -> LMConfig:
-        return self.shapes.config
+    teacher: Transformer | None = None  # of distillation, on the meta device
+    teacher_config: dict | None = None  # of ZeRO-3, if it divides the teacher
 
     @property
     def on_cpu(self) -> bool:
@@ -138,10 +124,9 @@ class Workload:
 
 
 class Estimate(NamedTuple):
-    """Bytes of one process. Held, teacher and working are on its GPU, or in RAM without a GPU."""
+    """Bytes of one process. Held and working are on its GPU, or in RAM without a GPU."""
 
-    held: int  # weights, gradients and optimizer state
-    teacher: int  # weights of a distillation teacher
+    held: int  # weights, gradients and optimizer state, and the weights of a teacher
     working: int  # the peak of activations, logits and buffers
     ram: int  # offloaded to RAM
     nvme: int  # offloaded to NVMe
@@ -149,7 +134,7 @@ class Estimate(NamedTuple):
 
     @property
     def peak(self) -> int:
-        return self.held + self.teacher + self.working
+        return self.held + self.working
 
 
 def estimate(kind: Kind, work: Workload) -> Estimate:
@@ -175,17 +160,15 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
         places[kind.optimizer_on] += 4 * t * share  # fp32 gradients for the optimizer
     if kind.parameters_on == NVME:
         places[CPU] += h * NVME_BUFFERS
-    held = places[GPU]
     working = _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
-        shapes, teacher_kind = work.teacher
-        if teacher_kind.stage == 3:
-            working += h * _gathered(teacher_kind, shapes)
-        place = GPU if work.on_cpu else teacher_kind.parameters_on
-        places[place] += h * shapes.num_parameters() * (share if teacher_kind.stage == 3 else 1)
+        engine = kind_of(work.teacher_config)
+        if engine.stage == 3:
+            working += h * _gathered(engine, work.teacher)
+        place = GPU if work.on_cpu else engine.parameters_on
+        places[place] += h * work.teacher.num_parameters() * (share if engine.stage == 3 else 1)
     return Estimate(
-        held=int(held),
-        teacher=int(places[GPU] - held),
+        held=int(places[GPU]),
         working=int(working),
         ram=int(places[CPU]),
         nvme=int(places[NVME]),
@@ -218,7 +201,7 @@ def _activations(kind: Kind, work: Workload) -> float:
     """Return the peak bytes of activations and logits of a micro-batch.
     They consist of the tensors of model/ that autograd saves (compiled code saves fewer), and of
     the temporary tensors of one block or of the loss."""
-    config, h = work.config, work.itemsize
+    config, h = work.shapes.config, work.itemsize
     compiled = work.compiled and kind.stage != 3
     # For a GPU the next line assumes that PyTorch has a fused attention kernel.
     keeps_scores = not config.use_flash_attn or (work.on_cpu and config.dropout > 0)
@@ -284,7 +267,7 @@ def fits(kind: Kind, work: Workload, memory: int) -> bool:
     """Return whether a process needs at most `memory` bytes, including a margin on a GPU."""
     expected = estimate(kind, work)
     working = expected.working * (1 if work.on_cpu else MARGIN)
-    return expected.held + expected.teacher + working + OVERHEAD <= memory
+    return expected.held + working + OVERHEAD <= memory
 
 
 def can_coalesce(kind: Kind, work: Workload, memory: int) -> bool:

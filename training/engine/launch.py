@@ -15,12 +15,11 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from torch import nn
 from torch.distributed import ProcessGroup, ReduceOp
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import file_of, fill_by_width, read_config, resolve
+from training.engine.deepspeed_config import BY_WIDTH, file_of, read_config, resolve
 from training.engine.device import has_bf16, keep_freed_memory, require_usable_gpu, use_all_cores
 from training.engine.estimate import Kind, kind_of
 
@@ -73,8 +72,9 @@ class Engine:
     def fit_to(self, dim: int, n_parameters: int) -> None:
         """Set DeepSpeed sizes that depend on the model. Call this before `accelerator.prepare`."""
         if self.deepspeed is not None:
-            fill_by_width(self.deepspeed, dim)
             zero = self.deepspeed["zero_optimization"]
+            if zero.get(BY_WIDTH) == "auto":  # norms stay whole on every process, matrices do not
+                zero[BY_WIDTH] = 10 * dim
             zero["reduce_bucket_size"] = min(self.kind.reduce_bucket, n_parameters)
 
     def largest(self, value: int) -> int:
@@ -258,11 +258,6 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     except (ValueError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"Accelerate rejects {source}: {reason}") from error
-
-
-def plain_module(model: nn.Module) -> nn.Module:
-    """Return the model without its wrapper. Accelerate's function would import DeepSpeed."""
-    return getattr(model, "module", model)
 
 
 def skip_compiled_communication() -> None:

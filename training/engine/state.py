@@ -9,7 +9,7 @@ from formats.portable import load_weights, require_fit
 from model import Transformer
 from model.config import ConfigError
 from model.lora import add_lora, merged_weights
-from training.engine.launch import Engine, plain_module
+from training.engine.launch import Engine
 from training.engine.partition import gathered, partitions, shape_of
 
 
@@ -44,9 +44,8 @@ class TrainingState:
     Every process must call each method. Rank 0 gets whole tensors on its CPU, the others get {}."""
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
-        self.accelerator = engine.accelerator
-        self.divides_model = engine.divides_model
-        self.model = plain_module(model)
+        self.engine, self.accelerator = engine, engine.accelerator
+        self.model = getattr(model, "module", model)  # without the wrapper of DDP or DeepSpeed
         # `zero` is DeepSpeed's wrapper, which divides the weights; `optimizer` is inside it.
         self.zero = model.optimizer if engine.deepspeed is not None else None
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
@@ -61,7 +60,7 @@ class TrainingState:
 
     def whole_model(self) -> Transformer | None:
         """Return the model; under ZeRO-3 a copy on the main process's CPU, None on the others."""
-        if not self.divides_model:
+        if not self.engine.divides_model:
             return self.model
         weights = self.weights()
         for name, parameter in self._frozen():
@@ -110,11 +109,11 @@ class TrainingState:
     def load_weights(self, weights: dict, source: str) -> None:
         """Restore fp32 weights, trained and frozen. The weights of adapters may be missing.
         Raises ConfigError if names or shapes do not fit the model."""
-        if self.divides_model:  # the model's own parameters have no shape
+        if self.engine.divides_model:  # the model's own parameters have no shape
             with torch.device("meta"):
                 shapes = Transformer(self.model.config)
                 if self.model.lora:
-                    add_lora(shapes, **vars(self.model.lora))
+                    add_lora(shapes, self.model.lora)
             require_fit(shapes, weights, source)
             for name, parameter in self._frozen():
                 with gathered(parameter, writes=True):

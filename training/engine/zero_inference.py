@@ -5,7 +5,6 @@ names. While a layer computes, its weights are gathered (https://arxiv.org/abs/2
 """
 
 import os
-from dataclasses import dataclass
 
 import torch
 
@@ -17,58 +16,52 @@ from training.engine.device import default_dtype
 from training.engine.partition import gathered
 
 
-@dataclass
-class ZeroInference:
-    """ZeRO-3 for a model that is not trained: in evaluation, in generation, or as a teacher."""
+def config_of_launch(device: str | None, dtype: str | None) -> dict | None:
+    """Return a configuration for `load_divided` if the launcher's DeepSpeed file has stage 3, else
+    None. `dtype` None means `default_dtype`.
+    Raises UsageError if the DeepSpeed file or --device cannot be used."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        return None
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    config = deepspeed_config.read_config(path)
+    if config["zero_optimization"].get("stage") != 3:
+        return None
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in (None, "auto", here):
+        raise UsageError(f"--device {device}: ZeRO-3 runs on {here} here; leave out --device")
+    return inference_config(config, path, dtype or default_dtype(here))
 
-    config: dict  # the configuration for DeepSpeed, without settings of training
 
-    @classmethod
-    def of_launch(cls, device: str | None, dtype: str | None) -> "ZeroInference | None":
-        """Return ZeRO-3 if the launcher's DeepSpeed file has stage 3, else None.
-        `dtype` None means `default_dtype`.
-        Raises UsageError if the DeepSpeed file or --device cannot be used."""
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
-            return None
-        path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        config = deepspeed_config.read_config(path)
-        if config["zero_optimization"].get("stage") != 3:
-            return None
-        here = "cuda" if torch.cuda.is_available() else "cpu"
-        if device not in (None, "auto", here):
-            raise UsageError(f"--device {device}: ZeRO-3 runs on {here} here; leave out --device")
-        return cls.of_config(config, path, dtype or default_dtype(here))
+def inference_config(config: dict, source: str, dtype: str) -> dict:
+    """Return the settings of a DeepSpeed configuration that are not only for training. Raises
+    UsageError if training refuses these settings, or if parameters are on NVMe."""
+    if deepspeed_config.offload_device(config, "param") == "nvme":
+        raise UsageError(f"{source}: parameters on NVMe are supported only in training")
+    zero = {key: v for key, v in config["zero_optimization"].items() if v != "auto"}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    if dtype != "float32":
+        config[{"bfloat16": "bf16", "float16": "fp16"}[dtype]] = {"enabled": True}
+    problems = deepspeed_config.refuse_keys(config)
+    zero.pop("offload_optimizer", None)  # there is no optimizer
+    problems += deepspeed_config.refusals_of_deepspeed(config)
+    if problems:
+        raise UsageError(f"{source}: {'; '.join(problems)}")
+    return config
 
-    @classmethod
-    def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
-        """Return ZeRO-3 with the settings of `config` that are not only for training. Raises
-        UsageError if training refuses these settings, or if parameters are on NVMe."""
-        if deepspeed_config.offload_device(config, "param") == "nvme":
-            raise UsageError(f"{source}: parameters on NVMe are supported only in training")
-        zero = {key: v for key, v in config["zero_optimization"].items() if v != "auto"}
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-        if dtype != "float32":
-            config[{"bfloat16": "bf16", "float16": "fp16"}[dtype]] = {"enabled": True}
-        problems = deepspeed_config.refuse_keys(config)
-        zero.pop("offload_optimizer", None)  # there is no optimizer
-        problems += deepspeed_config.refusals_of_deepspeed(config)
-        if problems:
-            raise UsageError(f"{source}: {'; '.join(problems)}")
-        return cls(config)
 
-    def load(self, folder: WeightsFolder) -> Transformer:
-        """Load a model and divide it among the processes. Every process must call this."""
-        import deepspeed
+def load_divided(config: dict, folder: WeightsFolder) -> Transformer:
+    """Load a model and divide it among the processes by ZeRO-3. Every process must call this."""
+    import deepspeed
 
-        from training.engine.launch import KEPT, skip_compiled_communication
+    from training.engine.launch import KEPT, skip_compiled_communication
 
-        skip_compiled_communication()
-        weights = folder.checked_tensors()
-        with deepspeed.zero.Init(config_dict_or_path=self.config):
-            model = Transformer(folder.config())
-        for name, parameter in model.named_parameters():
-            with gathered(parameter, writes=True):
-                parameter.data.copy_(weights[name])
-        engine, *_ = deepspeed.initialize(model=model, config=self.config)
-        KEPT.append(engine)  # never delete its process group, see KEPT
-        return engine.module.eval()
+    skip_compiled_communication()
+    weights = folder.checked_tensors()
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Transformer(folder.config())
+    for name, parameter in model.named_parameters():
+        with gathered(parameter, writes=True):
+            parameter.data.copy_(weights[name])
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    KEPT.append(engine)  # never delete its process group, see KEPT
+    return engine.module.eval()
