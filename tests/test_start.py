@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,14 @@ import torch
 from accelerate import Accelerator
 from conftest import TINY
 
+from common.numbers import memory
 from model import LMConfig
 from storage.checkpoint import read_state
 from storage.folder import RunFolder, lock
 from train_pretrain_accelerate import main
 from training import start
 from training.arguments import SFTArguments, TrainingArguments
-from training.engine.estimate import GIB, MARGIN, OVERHEAD, estimate
+from training.engine.estimate import DDP, GIB, MARGIN, OVERHEAD, estimate
 from training.engine.launch import Engine
 from training.prepare import Prepared, shapes_of
 from training.resume import StartingPoint
@@ -84,6 +86,24 @@ def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
     enough = enough_for(run_of())
     monkeypatch.setattr(Engine, "largest", lambda self, mine, *how: max(mine, -(enough - 2)))
     assert len(start.warnings(run_of(2 * enough))) == 1
+
+
+def test_one_gpu_is_told_what_it_would_save_without_an_engine(run_of):
+    """Bytes per parameter: ZeRO-2 18, its buckets 4, whole gradients 4; plain 16, bf16 copies 2."""
+    run = run_of(device="cuda", args=TrainingArguments(dtype="bfloat16"))
+    kind, n = run.engine.kind, run.prepared.shapes.num_parameters()
+    for processes, device, engine, saved in (
+        (1, "cuda", kind, 4 * n),
+        (1, "cuda", replace(kind, coalesces=True), 8 * n),
+        (1, "cuda", replace(kind, optimizer_on="cpu"), 0),
+        (1, "cuda", DDP, 0),
+        (1, "cpu", kind, 0),
+        (2, "cuda", kind, 0),
+    ):
+        work = run.prepared.workload(processes, torch.device(device), compiled=True)
+        said = f"`python train_pretrain_accelerate.py` needs about {memory(saved)} less"
+        text = start.without_engine(engine, work)
+        assert said in text if saved else text == ""
 
 
 def test_the_memory_of_a_teacher_is_counted(run_of):

@@ -28,7 +28,7 @@ from training.engine.device import (
     device_name,
     matrix_precision,
 )
-from training.engine.estimate import GPU, estimate, fits, kind_of
+from training.engine.estimate import DDP, Kind, Workload, estimate, fits, kind_of
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
 from training.interruption import LIVES_ON, SIGNALS, StopRequest, exit_rank
@@ -202,9 +202,7 @@ def start_block(run: Run) -> str:
         rows, read = "conversations", data.summary
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,} {rows}"
-    hint, on_one_gpu = "", engine.processes == 1 and device.type == "cuda"
-    if on_one_gpu and engine.deepspeed and engine.kind.optimizer_on == GPU:
-        hint = f"; one process has nothing to divide: `python {args.program}` needs less memory"
+    hint = without_engine(engine.kind, run.work)
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
     optimizer = "AdamW"
@@ -254,6 +252,15 @@ def start_block(run: Run) -> str:
         "teacher": teacher,
     }
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items() if value is not None)
+
+
+def without_engine(kind: Kind, work: Workload) -> str:
+    """Return what one process on a GPU would save without its engine, or "" if nothing."""
+    saved = estimate(kind, work).peak - estimate(DDP, work).peak
+    if work.processes > 1 or work.on_cpu or saved <= 0:
+        return ""
+    plain = f"`python {work.args.program}` needs about {memory(saved)} less"
+    return f"; one process has nothing to divide: {plain}"
 
 
 def _parameters(shapes: Transformer) -> str:
