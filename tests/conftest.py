@@ -20,6 +20,7 @@ import pytest
 from warm_ranks import WarmProcess, helper, without_launcher
 
 from data.packing import PackingOptions, prepare
+from data.tokenizer import TOKENIZER_FILE, Tokenizer
 
 # OpenMP's threads spin while they wait for each other. If another program uses the cores too, a
 # step of a tiny model then takes a hundred times as long. This must be set before torch is loaded.
@@ -111,6 +112,11 @@ def packed(corpus, tmp_path_factory) -> Path:
     options = PackingOptions(VOCAB_SIZE, val_fraction=0.1, workers=1, skip_bad_lines=False)
     prepare([str(corpus)], out, options, progress=lambda n_bytes: None)
     return out
+
+
+@pytest.fixture(scope="session")
+def tokenizer(packed) -> Tokenizer:
+    return Tokenizer(packed / TOKENIZER_FILE)
 
 
 @pytest.fixture

@@ -8,17 +8,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from accelerate.state import AcceleratorState
 from conftest import VOCAB_SIZE
-from small_model import opinionated
+from small_model import opinionated, save_model
 
 import scripts.evaluate
 from data.dataset import PackedDataset
 from data.shards import DESCRIPTION_FILE
 from data.tokenizer import TOKENIZER_FILE
 from evaluation.tasks import detect_task
-from formats.portable import save_portable
 from scripts import prepare_data
 from training.validation import validate, validation_loader
 
@@ -34,17 +32,11 @@ CHATS = [
 TURNS = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
 
 
-def write_weights(folder: Path, model: torch.nn.Module, tokenizer: Path) -> Path:
-    save_portable(folder, model.config, dict(model.named_parameters()))
-    shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def trained_run(packed, tmp_path_factory) -> Path:
     """A run folder as a finished run leaves it, with a model that was never trained."""
     run = tmp_path_factory.mktemp("runs") / "mine"
-    write_weights(run / "weights", opinionated(VOCAB_SIZE, SEQ_LEN), packed / TOKENIZER_FILE)
+    save_model(run / "weights", opinionated(VOCAB_SIZE, SEQ_LEN), packed)
     settings = {"arguments": {"data": str(packed)}}
     (run / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     return run
@@ -230,7 +222,7 @@ def test_data_of_another_tokenizer_is_refused(refused, packed, tmp_path):
 def test_weights_without_a_run_need_data_and_broken_weights_are_an_error(refused, packed, tmp_path):
     model = opinionated(VOCAB_SIZE, SEQ_LEN)
     model.norm.weight.data.fill_(3e38)  # finite, but the logits are not
-    weights = write_weights(tmp_path / "weights", model, packed / TOKENIZER_FILE)
+    weights = save_model(tmp_path / "weights", model, packed)
     assert "pass --data" in refused(run=weights)
     line = refused("--data", packed, run=weights)
     assert "the scores are not finite: the weights of the model are broken" in line

@@ -10,6 +10,7 @@ import torch
 from conftest import VOCAB_SIZE
 from safetensors.torch import load_file
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from small_model import save_model
 from test_tokenizer import NASTY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,10 +33,7 @@ def write_weights(folder: Path, packed: Path, **changes) -> Path:
             parameter.data.uniform_(0.5, 1.5)
         else:
             parameter.data.mul_(5)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    save_portable(folder, model.config, weights)
-    shutil.copy(packed / "tokenizer.model", folder)
-    return folder
+    return save_model(folder, model, packed)
 
 
 @pytest.fixture(scope="module")

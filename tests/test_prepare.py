@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_model import save_model
 from test_conversation_set import conversation, make_set
 
 from common.errors import ReportedError, UsageError
@@ -45,10 +46,7 @@ CONFIG = LMConfig(
 def weights(packed, tmp_path) -> Path:
     """Portable weights with the tokenizer of the packed data."""
     torch.manual_seed(0)
-    folder = tmp_path / "weights"
-    save_portable(folder, CONFIG, dict(Transformer(CONFIG).named_parameters()))
-    shutil.copy(packed / TOKENIZER_FILE, folder)
-    return folder
+    return save_model(tmp_path / "weights", Transformer(CONFIG), packed)
 
 
 def set_vocab_size(weights: Path, vocab_size: int) -> None:
@@ -161,8 +159,7 @@ def runs(packed, tmp_path) -> Path:
         run = RunFolder(tmp_path / "elsewhere" / name)
         config = LMConfig(**CONFIG.to_dict() | {"max_seq_len": length})
         torch.manual_seed(0)
-        save_portable(run.weights, config, dict(Transformer(config).named_parameters()))
-        shutil.copy(packed / TOKENIZER_FILE, run.weights)
+        save_model(run.weights, Transformer(config), packed)
         run.settings.write_text(json.dumps({"arguments": {"data": str(data)}}))
         run.metrics.touch()
         os.utime(run.metrics, (1e9 - age, 1e9 - age))

@@ -13,7 +13,6 @@ from small_model import opinionated
 from torch.nn import functional as F
 
 from data.corpus import Record
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from evaluation import scoring
 from evaluation.language_modelling import conversation_rows, document_rows, summary
 from evaluation.scoring import Row, Scorer, ratio
@@ -26,11 +25,6 @@ TEXTS = [
     "",  # is left out
     "第三句 👩🏽‍🚀 \u2581\tø",
 ]
-
-
-@pytest.fixture
-def tokenizer(packed) -> Tokenizer:
-    return Tokenizer(packed / TOKENIZER_FILE)
 
 
 @pytest.fixture
