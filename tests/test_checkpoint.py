@@ -21,7 +21,6 @@ from storage.checkpoint import (
     STATE,
     WEIGHTS,
     damage,
-    newest_undamaged,
     read_state,
     write_base,
     write_checkpoint,
@@ -98,21 +97,6 @@ def test_damage_of_any_file_is_reported_in_one_line_and_never_raises(run):
         assert path.name in damage(folder)
         path.write_bytes(whole)
     assert damage(folder) is None
-
-
-def test_the_newest_sound_checkpoint_is_found_and_the_damage_of_newer_ones_is_listed(run):
-    assert newest_undamaged(run.all_checkpoints()) == (None, {})
-    save(run, 1, 2, 3, 4)
-    assert newest_undamaged(run.all_checkpoints()) == (run.checkpoint(4), {})
-    flip(run.checkpoint(4) / WEIGHTS, 300)
-    (run.checkpoint(3) / STATE).unlink()
-    sound, problems = newest_undamaged(run.all_checkpoints())
-    assert sound == run.checkpoint(2)
-    assert list(problems) == [run.checkpoint(4), run.checkpoint(3)]
-    assert problems[run.checkpoint(4)] == f"the checksum of {WEIGHTS} is wrong"
-    for step in (1, 2):
-        flip(run.checkpoint(step) / WEIGHTS, 300)
-    assert newest_undamaged(run.all_checkpoints())[0] is None
 
 
 @pytest.fixture
