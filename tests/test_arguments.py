@@ -72,7 +72,7 @@ def test_a_number_outside_its_limits_is_refused_by_name(name):
         ("--deepspeed", "--deepspeed must be the name of a file"),
         ("--deepspeed_config ds.json --deepspeed", "--deepspeed must be the name of a file"),
         ("--log_with=tensorboard,nonsense", "log_with"),
-        ("--nonsense 1", "--nonsense"),
+        ("--nonsense 1", "unrecognized arguments: --nonsense 1 (see --help)"),
         ("--batch 8", "--batch"),  # a flag cannot be abbreviated
         ("--vocab_size 9", "--vocab_size"),  # the data decide the vocabulary
     ],

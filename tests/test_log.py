@@ -213,12 +213,6 @@ def test_training_validation_and_profile_write_a_row_each(
     assert "MFU 64.0%" in capsys.readouterr().out
 
 
-def test_only_the_main_process_writes_metrics(start, feed, accelerator, tmp_path, monkeypatch):
-    monkeypatch.setattr(type(accelerator), "is_main_process", False)
-    feed(start(), 1)
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
 def test_a_full_disk_loses_no_line(start, feed, tmp_path, capsys):
     log = start()
     whole = log._file
