@@ -4,22 +4,6 @@ import torch
 from model import Attention, LMConfig, precompute_pos_cis
 from model.attention import fast_attention, fused_attention, plain_attention
 
-KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
-
-
-def config(**changes) -> LMConfig:
-    return LMConfig(**{"dim": 32, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 16} | changes)
-
-
-def attention(seed=0, **changes) -> Attention:
-    torch.manual_seed(seed)
-    return Attention(config(**changes))
-
-
-def inputs(seq_len=11, batch=2, dim=32) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(batch, seq_len, dim, generator=torch.Generator().manual_seed(1))
-    return x, precompute_pos_cis(8, seq_len)
-
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 3e-2)]
@@ -60,10 +44,11 @@ def test_heads_are_repeated_for_kernels_that_do_not_take_grouped_heads(
     assert given["is_causal"]
 
 
-@KERNELS
+@pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
 def test_in_training_dropout_acts_on_attention_weights_and_on_the_output(use_flash_attn):
-    layer = attention(use_flash_attn=use_flash_attn, dropout=0.5)
-    x, pos_cis = inputs()
+    torch.manual_seed(0)
+    config = LMConfig(dim=32, n_heads=4, dropout=0.5, use_flash_attn=use_flash_attn)
+    layer, x, pos_cis = Attention(config), torch.randn(2, 11, 32), precompute_pos_cis(8, 11)
     shares, attend = [], layer.attend
 
     def seen(q, k, v, dropout):

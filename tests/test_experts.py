@@ -24,10 +24,6 @@ def by_hand(experts: Experts, x: torch.Tensor, normalizes: bool) -> torch.Tensor
     return out
 
 
-def parameters_of(experts: Experts) -> list[torch.Tensor]:
-    return [p for _, p in sorted(experts.named_parameters())]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -43,7 +39,7 @@ def test_output_and_gradients_equal_a_loop_over_experts(changes):
     out, _ = experts(x)
     assert expected.std() > 0.01
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
-    inputs = [x, *parameters_of(experts)]
+    inputs = [x, *experts.parameters()]
     weights = torch.randn_like(out)
     ours, theirs = (torch.autograd.grad((y * weights).sum(), inputs) for y in (out, expected))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
