@@ -14,8 +14,8 @@ from small_model import save_model
 from test_tokenizer import NASTY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, encode_chat_prompt, encode_conversation
-from data.conversations import ROLES, Turn
+from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, encode_conversation
+from data.conversations import Turn
 from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
 from scripts import export_hf, import_weights
@@ -134,18 +134,11 @@ def test_a_chat_model_is_exported_with_its_template(chat, exported, tmp_path):
     export_hf.main([str(chat), str(tmp_path / "hf")])
     assert "'role': 'user'" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
     ours, theirs = load_trained(str(chat)).tokenizer, AutoTokenizer.from_pretrained(tmp_path / "hf")
-    chooser, parts = random.Random(0), [*NASTY.values(), *theirs.all_special_tokens]
-    how = {"return_dict": False}
-    for _ in range(30):
-        turns = [Turn(role, "".join(chooser.choices(parts, k=3))) for role in ROLES]
-        messages = [turn._asdict() for turn in turns]
-        prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, **how)
-        assert prompt == encode_chat_prompt(ours, turns)
     turns = [Turn("user", "</s>"), Turn("assistant", "<s>")]
     messages = [turn._asdict() for turn in turns]
     theirs.save_pretrained(tmp_path / "again")
     for tokenizer in (theirs, AutoTokenizer.from_pretrained(tmp_path / "again")):
-        ids = tokenizer.apply_chat_template(messages, **how)
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
         assert ids == encode_conversation(ours, turns)[0]
     for name, source in (("chats", tmp_path / "hf"), ("plain", exported)):
         import_weights.main([str(source), str(tmp_path / name)])
