@@ -46,8 +46,6 @@ NEEDS = {
     r"libaio": "libaio and a compiler (apt-get install libaio-dev g++)",
     r"only root can mount": "root, to mount a small disk",
     r"network namespaces": "root and ip (apt-get install iproute2), to simulate two machines",
-    r"import '?llama_cpp": "llama-cpp-python (pip install llama-cpp-python)",
-    r"import '?litgpt": "litgpt (pip install -r requirements-benchmarks.txt)",
 }
 
 

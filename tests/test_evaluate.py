@@ -198,18 +198,16 @@ def test_flags_that_cannot_work_are_refused_in_one_line(refused, corpus, flags, 
 
 
 @pytest.mark.parametrize(
-    ("name", "lines", "flags", "says"),
+    ("lines", "flags", "says"),
     [
-        ("a.jsonl", [], "", "a.jsonl has no text"),
-        ("a.jsonl", [], "--task choice", "no text, question, or answer"),
-        ("a.jsonl", [{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: "text" must be'),
-        ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: not a question"),
+        ([], "", "a.jsonl has no text"),
+        ([], "--task choice", "no text, question, or answer"),
+        ([{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: "text" must be'),
+        ([*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: not a question"),
     ],
 )
-def test_data_that_cannot_be_scored_is_refused_in_one_line(
-    refused, tmp_path, name, lines, flags, says
-):
-    assert says in refused("--data", write_lines(tmp_path / name, lines), *flags.split())
+def test_data_that_cannot_be_scored_is_refused_in_one_line(refused, tmp_path, lines, flags, says):
+    assert says in refused("--data", write_lines(tmp_path / "a.jsonl", lines), *flags.split())
 
 
 def test_data_of_another_tokenizer_is_refused(refused, packed, tmp_path):
