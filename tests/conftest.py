@@ -130,6 +130,17 @@ def accelerator():
     GradientState._reset_state()
 
 
+class Clock:
+    """Replaces the module `time`. Only the tests change its time."""
+
+    now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = perf_counter
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """Mounts a file system of the given size; skips the test where mounting is not allowed."""

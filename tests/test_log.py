@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import Clock
 
 from storage.folder import RunFolder
 from training import log as log_module
@@ -82,15 +83,6 @@ def test_a_resumed_meter_gives_equal_means_without_the_step_under_way():
     assert resumed.state() == state
     meter.end_step(INF)
     assert resumed.take() == meter.take()
-
-
-class Clock:
-    """Replaces the module `time`. Only the tests change its time."""
-
-    now = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture
