@@ -168,8 +168,3 @@ def test_several_processes_are_refused_if_they_would_share_stdin_or_a_port(
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(f"scripts.{name}").main([str(weights), *flags])
     assert re.search("share stdin|needs one process", capsys.readouterr().err)
-
-
-def test_only_the_first_of_several_processes_prints(call, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert call("--prompt", "sum", "--max_new_tokens", "3") == ("", "", 0)
