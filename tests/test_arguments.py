@@ -94,12 +94,6 @@ def test_deepspeeds_own_spellings_of_its_flags_are_accepted(typed):
     assert args == TrainingArguments(deepspeed="ds.json")
 
 
-def test_only_typed_settings_of_the_model_are_returned():
-    assert parse_arguments([]) == (TrainingArguments(), {})
-    typed = ["--dim", "512", "--no-tie_embeddings"]
-    assert parse_arguments(typed)[1] == {"dim": 512, "tie_embeddings": False}
-
-
 def test_the_lora_flags_become_the_adapters_of_the_model():
     model = opinionated(50, 16)
     SFTArguments().adapt(model)
