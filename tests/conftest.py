@@ -19,6 +19,7 @@ import psutil
 import pytest
 from warm_ranks import WarmProcess, helper, without_launcher
 
+from data.corpus import parse, read_records
 from data.packing import PackingOptions, prepare
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -101,6 +102,12 @@ def path_without_compilers(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "sums.jsonl")
+
+
+@pytest.fixture(scope="session")
+def texts(corpus) -> list[str]:
+    """The documents of the corpus."""
+    return [parse(record) for record in read_records([str(corpus)])]
 
 
 @pytest.fixture(scope="session")

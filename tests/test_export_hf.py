@@ -48,14 +48,6 @@ def exported(weights, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def chat(weights, tmp_path_factory) -> Path:
-    """The weights with a chat template, like those of a fine-tuned model."""
-    folder = shutil.copytree(weights, tmp_path_factory.mktemp("chat") / "w")
-    (folder / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
-    return folder
-
-
 def some_tokens(length=40) -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(1))
 
@@ -130,7 +122,9 @@ def test_auto_tokenizer_gives_equal_ids_and_text(weights, exported):
         assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
 
 
-def test_a_chat_model_is_exported_with_its_template(chat, exported, tmp_path):
+def test_a_chat_model_is_exported_with_its_template(weights, exported, tmp_path):
+    chat = shutil.copytree(weights, tmp_path / "chat")
+    (chat / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
     export_hf.main([str(chat), str(tmp_path / "hf")])
     assert "'role': 'user'" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
     ours, theirs = load_trained(str(chat)).tokenizer, AutoTokenizer.from_pretrained(tmp_path / "hf")

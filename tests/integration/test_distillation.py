@@ -185,15 +185,12 @@ def test_a_resumed_run_is_equal_to_the_bit(distil, tmp_path):
     assert resumed.ends_as(whole)
 
 
-@pytest.fixture(scope="module")
-def distilled(packed, teacher, tmp_path_factory) -> Trained:
-    """A run of one process with micro-batches of 8 sequences."""
-    path = tmp_path_factory.mktemp("distilled") / "run"
+def test_one_process_gives_the_same_losses_and_saves_the_student(
+    packed, expected, teacher, tmp_path
+):
+    """The process has micro-batches of 8 sequences."""
     flags = f"{FLAGS} --teacher {teacher} --batch_size {BATCH}"
-    return train([sys.executable, DISTIL], 1, packed, path, flags)
-
-
-def test_one_process_gives_the_same_losses_and_saves_the_student(distilled, expected, teacher):
+    distilled = train([sys.executable, DISTIL], 1, packed, tmp_path / "run", flags)
     assert_the_same(distilled, expected[""])
     student = load_trained(str(distilled.path)).model
     assert student.config.shape() == LMConfig(**SHAPE, vocab_size=400).shape()

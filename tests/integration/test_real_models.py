@@ -29,12 +29,11 @@ SMOLLM2 = {
 
 
 @pytest.fixture(scope="module")
-def hub_folder(corpus, tmp_path_factory) -> Path:
+def hub_folder(texts, tmp_path_factory) -> Path:
     """A folder with the files of SmolLM2 on the Hub, but with a smaller model."""
     folder = tmp_path_factory.mktemp("hub") / "SmolLM2-135M"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(folder)
-    texts = [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines()]
     return write_tokenizer(folder, "smollm2", texts, vocab_size=500)  # the model has 520
 
 
