@@ -60,6 +60,12 @@ def test_hidden_dim_follows_from_dim_as_in_llama(dim, multiple_of, hidden_dim):
     assert LMConfig(dim=dim, multiple_of=multiple_of).hidden_dim == hidden_dim
 
 
+def test_a_config_without_the_newest_fields_gives_the_same_model():
+    old = LMConfig().to_dict()
+    del old["head_dim"], old["rope_scaling"]
+    assert LMConfig.from_dict(old).shape() == LMConfig().shape()
+
+
 def test_unknown_settings_are_refused_by_name():
     with pytest.raises(ConfigError, match="n_experts, n_shared"):
         LMConfig.from_dict({"dim": 64, "n_shared": 1, "n_experts": 4})
