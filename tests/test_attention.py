@@ -1,8 +1,14 @@
 import pytest
 import torch
 
-from model import Attention, LMConfig, precompute_pos_cis
+from model import Attention, LMConfig, precompute_pos_cis, repeat_kv
 from model.attention import fast_attention, fused_attention, plain_attention
+
+
+@pytest.mark.parametrize("n_rep", [1, 2, 5])
+def test_repeat_kv_puts_the_copies_of_a_head_side_by_side(n_rep):
+    x = torch.randn(2, 3, 4, 5)
+    assert torch.equal(repeat_kv(x, n_rep), x.repeat_interleave(n_rep, dim=2))
 
 
 @pytest.mark.parametrize(
