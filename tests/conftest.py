@@ -19,7 +19,9 @@ import psutil
 import pytest
 from warm_ranks import WarmProcess, helper, without_launcher
 
+from data.corpus import parse, read_records
 from data.packing import PackingOptions, prepare
+from data.tokenizer import TOKENIZER_FILE, Tokenizer
 
 # OpenMP's threads spin while they wait for each other. If another program uses the cores too, a
 # step of a tiny model then takes a hundred times as long. This must be set before torch is loaded.
@@ -45,8 +47,6 @@ NEEDS = {
     r"libaio": "libaio and a compiler (apt-get install libaio-dev g++)",
     r"only root can mount": "root, to mount a small disk",
     r"network namespaces": "root and ip (apt-get install iproute2), to simulate two machines",
-    r"import '?llama_cpp": "llama-cpp-python (pip install llama-cpp-python)",
-    r"import '?litgpt": "litgpt (pip install -r requirements-benchmarks.txt)",
 }
 
 
@@ -105,12 +105,23 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def texts(corpus) -> list[str]:
+    """The documents of the corpus."""
+    return [parse(record) for record in read_records([str(corpus)])]
+
+
+@pytest.fixture(scope="session")
 def packed(corpus, tmp_path_factory) -> Path:
     """The prepared corpus: tokenizer and shards. A test that damages it copies it first."""
     out = tmp_path_factory.mktemp("packed") / "sums"
     options = PackingOptions(VOCAB_SIZE, val_fraction=0.1, workers=1, skip_bad_lines=False)
     prepare([str(corpus)], out, options, progress=lambda n_bytes: None)
     return out
+
+
+@pytest.fixture(scope="session")
+def tokenizer(packed) -> Tokenizer:
+    return Tokenizer(packed / TOKENIZER_FILE)
 
 
 @pytest.fixture
@@ -124,6 +135,17 @@ def accelerator():
     yield Accelerator(cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+class Clock:
+    """Replaces the module `time`. Only the tests change its time."""
+
+    now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = perf_counter
 
 
 @pytest.fixture

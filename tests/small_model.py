@@ -1,7 +1,11 @@
 """Small models for tests."""
 
+from pathlib import Path
+
 import torch
 
+from data.tokenizer import copy_tokenizer
+from formats.portable import save_portable
 from model import LMConfig, Transformer
 from model.lora import LoRA, add_lora, is_adapter
 
@@ -14,6 +18,13 @@ def opinionated(vocab_size: int, seq_len: int) -> Transformer:
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)
     return model
+
+
+def save_model(folder: Path, model: Transformer, tokenizer: Path) -> Path:
+    """Write portable weights, and the tokenizer of a folder; return the folder of the weights."""
+    save_portable(folder, model.config, {name: p.data for name, p in model.named_parameters()})
+    copy_tokenizer(tokenizer, folder)
+    return folder
 
 
 def adapted(only_lora: bool = True, module_name: str = "layers") -> Transformer:

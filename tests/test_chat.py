@@ -2,16 +2,13 @@
 
 import io
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
-from small_model import opinionated
+from small_model import opinionated, save_model
 
 from common.errors import UsageError
 from data.chat_template import TEMPLATE_FILE, encode_chat_prompt
 from data.conversations import Turn
-from data.tokenizer import Tokenizer
-from formats.portable import save_portable
 from inference.decoder import Decoder
 from inference.generation import Batch, generate
 from inference.sampling import Sampling
@@ -23,11 +20,6 @@ CONTEXT = 192
 GREEDY = Sampling(temperature=0)
 WILD = Sampling(temperature=2.0, top_k=0, seed=7)
 BRIEF = Turn("system", "Be brief.")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return Tokenizer(packed / "tokenizer.model")
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +138,7 @@ def test_a_note_says_that_an_answer_filled_the_context_or_is_empty(
 def test_the_program_answers_questions_from_a_pipe(
     tmp_path, model, tokenizer, monkeypatch, capsys, fine_tuned
 ):
-    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
-    save_portable(tmp_path, model.config, tensors)
-    (tmp_path / "tokenizer.model").write_bytes(Path(tokenizer.path).read_bytes())
+    save_model(tmp_path, model, tokenizer.path)
     if fine_tuned:
         (tmp_path / TEMPLATE_FILE).touch()
     flags = ["--temperature", "0", "--max_new_tokens", "12", "--device", "cpu", "--system"]

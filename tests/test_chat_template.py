@@ -41,14 +41,9 @@ def tokenizer(request, packed, tmp_path_factory) -> Tokenizer:
     return Tokenizer(path)
 
 
-@pytest.fixture(scope="module")
-def exported(tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exported")
-    write_tokenizer(folder, tokenizer, 64, chat=True)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def test_conversations_have_the_ids_of_transformers_template(tokenizer, exported):
+def test_conversations_have_the_ids_of_transformers_template(tokenizer, tmp_path):
+    write_tokenizer(tmp_path, tokenizer, 64, chat=True)
+    exported = AutoTokenizer.from_pretrained(tmp_path)
     conversations = [TURNS[:n] for n in range(1, len(TURNS) + 1)]
     texts = [*NASTY.values(), *MARKERS, " a ", "\n\na\n", "", " "]
     for text, before in zip(texts, texts[1:] + texts[:1], strict=True):

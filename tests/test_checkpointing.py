@@ -110,8 +110,6 @@ def test_a_saved_state_is_loaded_again(run):
     checkpointer.save(5, 2.5)
     assert checkpointer.wait()
     assert checkpointer.log.lines[0].startswith(f"saved {run.checkpoint(5)}: ")
-    assert damage(run.checkpoint(5)) is None
-    assert run.latest.read_text() == "step-00000005\n"
     assert read_state(run.checkpoint(5)) == {
         **{"step": 5, "val_loss": 2.5, "model": CONFIG.to_dict(), "identity": IDENTITY},
         **{"processes": 1, "compiled": True, "optimizer_step": 3, "loss_scale": None},

@@ -159,17 +159,6 @@ def test_a_folder_may_hold_jsonl_compressed_jsonl_and_parquet(tmp_path):
     ]
 
 
-def test_half_a_surrogate_pair_is_refused_only_in_texts_that_are_used(tmp_path):
-    title = '"title": "cut \\ud83d"'
-    line = f'{{"messages": [{{"role": "user", "content": "1?", {title}}}, %s], {title}}}'
-    path = tmp_path / "a.jsonl"
-    path.write_text(line % '{"role": "assistant", "content": "2"}')
-    assert read(path) == [(f"{path}, line 1", [Turn("user", "1?"), Turn("assistant", "2")])]
-    path.write_text(line % '{"role": "assistant", "content": "2\\ud83d"}')
-    with pytest.raises(UsageError, match=r"line 1: turn 2 has '2\\ud83d' instead of a text"):
-        read(path)
-
-
 def test_tables_and_files_without_conversations_are_refused(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a"]}), path)

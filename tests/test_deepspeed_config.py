@@ -116,7 +116,6 @@ def test_auto_sizes_are_deepspeeds_defaults_or_by_the_width(config, accelerator)
         ("zero_optimization.sub_group_size", 1, "sub_group_size"),
         ("zero_optimization.offload_optimizer", {"device": "nvme"}, 'write "cpu"'),
         ("zero_optimization.offload_optimizer", {"device": "cpu", "ratio": 0.5}, '"ratio"'),
-        ("zero_optimization.stage", 0, "must be 1, 2 or 3"),
         ("bf16.check_grad_overflow", False, "NaN"),
         ("optimizer.type", "Lion", "Adam or AdamW"),
         ("optimizer.params.adam_w_mode", False, "adam_w_mode"),

@@ -11,10 +11,6 @@ from common import errors
 from common.errors import EXIT_CODE, UsageError, one_line_errors
 
 
-class OtherError(Exception):
-    pass
-
-
 def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
     """Return what a program prints on stderr when this error ends it, with exit code 2."""
     with pytest.raises(SystemExit) as ended, one_line_errors("prog", *expected):
@@ -39,7 +35,8 @@ def test_an_expected_error_or_a_full_disk_prints_one_line_on_stderr(capsys, erro
 
 
 @pytest.mark.parametrize(
-    "error", [OtherError("boom"), BrokenPipeError(errno.EPIPE, "a worker's, not the output's")]
+    "error",
+    [KeyError("boom"), BrokenPipeError(errno.EPIPE, "a worker's, not the output's")],
 )
 def test_other_errors_pass_through(error):
     with pytest.raises(type(error)), one_line_errors("prog", UsageError):

@@ -11,7 +11,6 @@ from training.arguments import TrainingArguments
 from training.engine.device import GIB
 from training.engine.estimate import (
     DDP,
-    FILES,
     LARGEST_BATCH,
     MARGIN,
     OVERHEAD,
@@ -170,11 +169,3 @@ def test_gradients_are_reduced_once_per_step_where_whole_gradients_fit():
     )
     for no in ({"accumulation_steps": 1}, {"coalesce_reduction": False}):
         assert not can_coalesce(kind, replace(work, args=replace(work.args, **no)), enough)
-
-
-def test_ddp_is_tried_first_and_another_engine_fits_where_ddp_does_not():
-    work = workload(processes=64, shape={"dim": 512}, batch_size=1)
-    assert [kind.config for kind in engines()] == ["ddp", *FILES]
-    tight = OVERHEAD + 12 * work.total
-    assert not fits(DDP, work, tight)
-    assert any(fits(kind, work, tight) for kind in engines())

@@ -8,17 +8,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from accelerate.state import AcceleratorState
 from conftest import VOCAB_SIZE
-from small_model import opinionated
+from small_model import opinionated, save_model
 
 import scripts.evaluate
 from data.dataset import PackedDataset
 from data.shards import DESCRIPTION_FILE
 from data.tokenizer import TOKENIZER_FILE
 from evaluation.tasks import detect_task
-from formats.portable import save_portable
 from scripts import prepare_data
 from training.validation import validate, validation_loader
 
@@ -34,17 +32,11 @@ CHATS = [
 TURNS = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
 
 
-def write_weights(folder: Path, model: torch.nn.Module, tokenizer: Path) -> Path:
-    save_portable(folder, model.config, dict(model.named_parameters()))
-    shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def trained_run(packed, tmp_path_factory) -> Path:
     """A run folder as a finished run leaves it, with a model that was never trained."""
     run = tmp_path_factory.mktemp("runs") / "mine"
-    write_weights(run / "weights", opinionated(VOCAB_SIZE, SEQ_LEN), packed / TOKENIZER_FILE)
+    save_model(run / "weights", opinionated(VOCAB_SIZE, SEQ_LEN), packed)
     settings = {"arguments": {"data": str(packed)}}
     (run / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     return run
@@ -206,18 +198,16 @@ def test_flags_that_cannot_work_are_refused_in_one_line(refused, corpus, flags, 
 
 
 @pytest.mark.parametrize(
-    ("name", "lines", "flags", "says"),
+    ("lines", "flags", "says"),
     [
-        ("a.jsonl", [], "", "a.jsonl has no text"),
-        ("a.jsonl", [], "--task choice", "no text, question, or answer"),
-        ("a.jsonl", [{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: "text" must be'),
-        ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: not a question"),
+        ([], "", "a.jsonl has no text"),
+        ([], "--task choice", "no text, question, or answer"),
+        ([{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: "text" must be'),
+        ([*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: not a question"),
     ],
 )
-def test_data_that_cannot_be_scored_is_refused_in_one_line(
-    refused, tmp_path, name, lines, flags, says
-):
-    assert says in refused("--data", write_lines(tmp_path / name, lines), *flags.split())
+def test_data_that_cannot_be_scored_is_refused_in_one_line(refused, tmp_path, lines, flags, says):
+    assert says in refused("--data", write_lines(tmp_path / "a.jsonl", lines), *flags.split())
 
 
 def test_data_of_another_tokenizer_is_refused(refused, packed, tmp_path):
@@ -230,7 +220,7 @@ def test_data_of_another_tokenizer_is_refused(refused, packed, tmp_path):
 def test_weights_without_a_run_need_data_and_broken_weights_are_an_error(refused, packed, tmp_path):
     model = opinionated(VOCAB_SIZE, SEQ_LEN)
     model.norm.weight.data.fill_(3e38)  # finite, but the logits are not
-    weights = write_weights(tmp_path / "weights", model, packed / TOKENIZER_FILE)
+    weights = save_model(tmp_path / "weights", model, packed)
     assert "pass --data" in refused(run=weights)
     line = refused("--data", packed, run=weights)
     assert "the scores are not finite: the weights of the model are broken" in line

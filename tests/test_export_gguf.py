@@ -1,6 +1,5 @@
 """The file of scripts.export_gguf, read by the gguf package."""
 
-import shutil
 from pathlib import Path
 
 import gguf
@@ -9,6 +8,7 @@ import pytest
 import sentencepiece
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from small_model import save_model
 
 from data.chat_template import ESCAPE, PLAIN_JINJA, TEMPLATE_FILE
 from data.tokenizer import TOKENIZER_FILE
@@ -36,11 +36,7 @@ def weights(packed, tmp_path):
 
     def write(**changes) -> Path:
         torch.manual_seed(0)
-        config = LMConfig(**SHAPE | changes)
-        folder = tmp_path / "weights"
-        save_portable(folder, config, dict(Transformer(config).named_parameters()))
-        shutil.copy(packed / TOKENIZER_FILE, folder)
-        return folder
+        return save_model(tmp_path / "weights", Transformer(LMConfig(**SHAPE | changes)), packed)
 
     return write
 

@@ -42,14 +42,6 @@ def test_out_of_memory_names_the_flags_in_use_and_what_to_change(error, details)
         assert named is (recompute != "blocks")
 
 
-def test_pytorchs_error_about_cpu_memory_is_recognised():
-    with (
-        pytest.raises(UsageError, match="8796093022208"),
-        one_line_failures(TrainingArguments(), {}),
-    ):
-        torch.empty(2**43, dtype=torch.uint8)
-
-
 @pytest.mark.parametrize(
     ("text", "what"),
     [

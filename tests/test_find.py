@@ -33,13 +33,6 @@ def test_auto_finds_the_newest_run_of_the_requested_program(run, tmp_path):
         find_run("auto", tmp_path / "none")
 
 
-def test_a_path_is_used_unchanged(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert find_run(str(run), tmp_path / "elsewhere") == run
-    with pytest.raises(UsageError, match=r"zebra: no such folder$"):
-        find_run("zebra", Path("runs"))
-
-
 def test_the_data_of_a_run_is_found_from_its_weights_and_checkpoints_too(
     run, tmp_path, monkeypatch
 ):

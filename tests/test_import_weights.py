@@ -155,18 +155,6 @@ def test_llama_3s_rope_scaling_and_head_dim_are_imported_and_exported(packed, tm
     assert load_portable(tmp_path / "back").config == config
 
 
-def test_sharded_weights_are_read(llama, tmp_path, refusal):
-    source = shutil.copytree(llama, tmp_path / "llama")
-    weights = list(load_file(source / "model.safetensors").items())
-    (source / "model.safetensors").unlink()
-    for part in range(3):
-        save_file(dict(weights[part::3]), source / f"model-{part + 1:05d}-of-00003.safetensors")
-    import_weights.main([str(source), str(tmp_path / "out")])
-    assert_same_model(tmp_path / "out", llama)
-    (source / "model-00002-of-00003.safetensors").unlink()
-    assert "is missing" in refusal(import_weights, source, tmp_path / "b")
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

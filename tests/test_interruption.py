@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from conftest import Clock
 
 from training import interruption
 from training.engine.launch import Engine
@@ -18,15 +19,6 @@ from training.interruption import (
     how_to_resume,
     python,
 )
-
-
-class Clock:
-    """Replaces the module `time`. Only the tests change its time."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

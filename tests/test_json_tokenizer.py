@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from conftest import REPOSITORY, write_corpus
+from conftest import REPOSITORY
 from json_tokenizers import MARKERS, write_tokenizer
 from test_text_stream import streamed
 from test_tokenizer import NASTY
 from tokenizers import decoders, models
 
 from common.errors import UsageError
-from data.corpus import parse, read_records
 from data.tokenizer import (
     JsonTokenizer,
     Tokenizer,
@@ -27,12 +26,6 @@ VOCAB = 700
 CHINESE = (REPOSITORY / "README_zh.md").read_text(encoding="utf-8")  # pieces end inside a character
 TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
 TEXTS += [f"a{name}b {name}" for kind in MARKERS.values() for name in (kind[0], *kind[2])]
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory) -> list[str]:
-    path = write_corpus(tmp_path_factory.mktemp("text") / "sums.jsonl", documents=100)
-    return [parse(record) for record in read_records([str(path)])]
 
 
 @pytest.fixture(scope="module", params=MARKERS)

@@ -139,14 +139,6 @@ def test_without_a_launcher_one_process_trains_in_the_precision_of_dtype(
     assert engine.cpu_group is None
 
 
-def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):
-    environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS, "WORLD_SIZE": "2"}
-    plugin = deepspeed_plugin(TrainingArguments(batch_size=4, accumulation_steps=3, grad_clip=0.7))
-    assert plugin.zero_stage == 2
-    assert plugin.deepspeed_config["gradient_clipping"] == 0.7
-    assert plugin.deepspeed_config["train_batch_size"] == 24
-
-
 @pytest.mark.parametrize(
     ("flag", "value"), [("DEEPSPEED_ZERO_STAGE", "3"), ("GRADIENT_CLIPPING", "0.5")]
 )
@@ -154,12 +146,6 @@ def test_a_launchers_flag_that_contradicts_its_file_is_refused(environ, flag, va
     environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS, f"ACCELERATE_{flag}": value}
     with pytest.raises(UsageError, match=f"{value}, but"):
         deepspeed_plugin(TrainingArguments(grad_clip=0.7))
-
-
-def test_the_launchers_own_zero_flags_make_a_configuration(environ):
-    environ |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "WORLD_SIZE": "1"}
-    plugin = deepspeed_plugin(TrainingArguments(batch_size=4, grad_clip=0.7))
-    assert (plugin.zero_stage, plugin.deepspeed_config["gradient_clipping"]) == (2, 0.7)
 
 
 def test_an_error_of_accelerate_becomes_one_line(environ):
@@ -188,13 +174,6 @@ def test_the_deepspeed_flag_sets_the_variables_of_accelerate_launch(environ):
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS,
     }
     assert environ.items() >= expected.items()
-
-
-def test_without_a_launcher_a_process_is_rank_0_of_1(environ):
-    set_launch_variables(NAMED)
-    assert environ["RANK"] == environ["LOCAL_RANK"] == "0"
-    assert environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"] == "1"
-    assert {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
 
 
 def test_the_deepspeed_flag_is_refused_only_if_the_launcher_names_another_file(environ):

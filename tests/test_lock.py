@@ -2,8 +2,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 
@@ -21,26 +20,15 @@ sys.stdin.read()  # returns when the process of the tests ends
 """
 
 
-@contextmanager
-def holder_of(lock: Path):
-    """Start a process that holds the lock; at the end of the block, kill it and its children."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(lock)],
+def test_a_live_process_holds_the_lock_and_a_killed_one_does_not(tmp_path):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "lock")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_a_live_process_holds_the_lock_and_a_killed_one_does_not(tmp_path):
-    with holder_of(tmp_path / "lock") as holder:
         assert [holder.stdout.readline() for _ in range(2)] == ["held\n"] * 2
         with pytest.raises(UsageError) as error:
             lock(tmp_path / "lock")
@@ -48,6 +36,9 @@ def test_a_live_process_holds_the_lock_and_a_killed_one_does_not(tmp_path):
         holder.kill()
         holder.wait()
         lock(tmp_path / "lock")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(holder.pid, signal.SIGKILL)  # the child that HOLD has forked
     assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import Clock
 
 from model import LMConfig
 from storage.folder import RunFolder
@@ -85,15 +86,6 @@ def test_a_resumed_meter_gives_equal_means_without_the_step_under_way():
     assert resumed.state() == state
     meter.end_step(INF)
     assert resumed.take() == meter.take()
-
-
-class Clock:
-    """Replaces the module `time`. Only the tests change its time."""
-
-    now = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -218,12 +210,6 @@ def test_training_validation_and_profile_write_a_row_each(
     assert validation == {"step": 2} | {f"val_{name}": value for name, value in VALIDATION.items()}
     assert profile == {"step": 2, "data_seconds": 0.1, "step_seconds": 0.3}
     assert "MFU 64.0%" in capsys.readouterr().out
-
-
-def test_only_the_main_process_writes_metrics(start, feed, accelerator, tmp_path, monkeypatch):
-    monkeypatch.setattr(type(accelerator), "is_main_process", False)
-    feed(start(), 1)
-    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_full_disk_loses_no_line(start, feed, tmp_path, capsys):

@@ -46,10 +46,6 @@ def fails(words: str, kind=UsageError):
     return attempt
 
 
-def test_every_process_returns_its_own_answer(monkeypatch):
-    assert on_every_process(engine_with_answers(monkeypatch, None, None), lambda: 2) == 2
-
-
 def test_a_single_process_raises_its_own_error():
     for ask in (on_main_process, on_every_process):
         assert ask(SINGLE, lambda: 1) == 1

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from common.errors import UsageError
 from data.corpus import Record
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from evaluation.multiple_choice import answers, encode_choices, question_rows
 from evaluation.scoring import Scorer
 from model import IGNORE_INDEX
@@ -26,11 +25,6 @@ QUESTIONS = [
 
 def records(questions: list) -> list[Record]:
     return [Record("q.jsonl", i, json.dumps(q).encode()) for i, q in enumerate(questions, 1)]
-
-
-@pytest.fixture
-def tokenizer(packed) -> Tokenizer:
-    return Tokenizer(packed / TOKENIZER_FILE)
 
 
 @pytest.fixture

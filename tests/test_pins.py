@@ -18,17 +18,13 @@ def names_in(table: str) -> set[str]:
     return set(re.findall(r'^\s*"([^"]+)"', body, re.MULTILINE))
 
 
-def lines_of(name: str) -> list[str]:
-    lines = (REPOSITORY / name).read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 @pytest.mark.parametrize(
     ("name", "tables"),
     [("requirements.txt", ["dependencies"]), ("requirements-dev.txt", ["dev", "formats", "serve"])],
 )
 def test_every_dependency_is_pinned_exactly_and_every_pin_is_a_dependency(name, tables):
-    pins = [line for line in lines_of(name) if line != "-r requirements.txt"]
+    lines = (REPOSITORY / name).read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith(("#", "-r requirements.txt"))]
     assert [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==\d+(\.\d+)+", pin)] == []
     names = [pin.partition("==")[0] for pin in pins]
     assert sorted(names) == sorted(set().union(*map(names_in, tables)))

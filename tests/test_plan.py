@@ -60,9 +60,3 @@ def test_hours_are_unknown_for_an_unknown_device_and_tokens_may_be_given(capsys)
     assert "0.001 billion tokens" in lines[0]
     assert lines[4].endswith("?")
     assert "Hours are unknown for Abacus: pass a --device such as H100" in lines[-1]
-
-
-def test_less_than_a_gib_is_printed_in_mb(capsys):
-    lines = page(capsys, "--dim 64 --n_layers 2 --batch_size 1 --gpu_memory 8 --device H100")
-    assert lines[4].split()[2:4] == ["MB", "0"]
-    assert "Hours" not in lines[-1]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import Clock
 
 from training import profiler as profiler_module
 from training.arguments import TrainingArguments
@@ -14,15 +15,6 @@ from training.profiler import KEPT_TRACES, PHASES, StepProfiler
 
 # Powers of two: sums of different phases are exact and different.
 SECONDS = {"data": 0.25, "forward": 1.0, "backward": 2.0, "optimizer": 0.5}
-
-
-class Clock:
-    """Replaces the module `time`. Only the tests change its time."""
-
-    now = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture

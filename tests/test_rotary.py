@@ -1,5 +1,4 @@
 import cmath
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -76,9 +75,8 @@ def test_an_odd_or_empty_head_is_refused(dim):
         precompute_pos_cis(dim, 4)
 
 
-@contextmanager
-def bf16_from_constructors():
-    """Make torch's constructors return floating tensors in bf16, as `deepspeed.zero.Init` does."""
+def test_the_table_is_exact_even_if_constructors_return_bf16(monkeypatch):
+    """`deepspeed.zero.Init` makes torch's constructors return floating tensors in bf16."""
 
     def rounded(constructor):
         def construct(*args, **kwargs):
@@ -87,16 +85,10 @@ def bf16_from_constructors():
 
         return construct
 
-    names = ("arange", "empty", "full", "linspace", "ones", "tensor", "zeros")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(torch, name, rounded(getattr(torch, name)))
-        yield
-
-
-def test_the_table_is_exact_even_if_constructors_return_bf16():
     expected = precompute_pos_cis(64, 512)
-    with bf16_from_constructors():
+    with monkeypatch.context() as patch:
+        for name in ("arange", "empty", "full", "linspace", "ones", "tensor", "zeros"):
+            patch.setattr(torch, name, rounded(getattr(torch, name)))
         table = precompute_pos_cis(64, 512)
     assert table.dtype == torch.complex64
     assert torch.equal(table, expected)

@@ -15,7 +15,7 @@ from training.arguments import TrainingArguments
 from training.engine.launch import Engine
 from training.prepare import Prepared, shapes_of
 from training.resume import StartingPoint
-from training.run import MicroBatch, Run, step_batches
+from training.run import MicroBatch, Run
 
 ACCUMULATION, BATCH, SEQ_LEN, VOCAB, STEPS = 3, 2, 8, 50, 4
 ALL = [SEQ_LEN] * ACCUMULATION * BATCH
@@ -109,14 +109,10 @@ def test_cudnn_attention_is_off_where_lengths_change(run_of, monkeypatch, length
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-COUNTS = [
-    (ALL, True),
-    ([8, 1, 0, 3, 8, 2], False),
-    ([0, 0, 0, 0, 0, 1], False),
-]
-
-
-@pytest.mark.parametrize(("counts", "every_target_counts"), COUNTS)
+@pytest.mark.parametrize(
+    ("counts", "every_target_counts"),
+    [(ALL, True), ([8, 1, 0, 3, 8, 2], False), ([0, 0, 0, 0, 0, 1], False)],
+)
 def test_every_target_of_a_step_weighs_the_same_in_any_micro_batch(
     run_of, tmp_path, counts, every_target_counts
 ):
@@ -140,61 +136,12 @@ def test_a_step_without_any_target_has_a_gradient_of_zero(run_of):
     assert update(run) == 0
 
 
-def batches_of(rank: int, processes: int, counts: list[int], accumulation: int, start_step=0):
-    """Return the micro-batches of one process in the steps from start_step to 1 (12 sequences)."""
-    total = sum(counts[i] for i in range(12))
-
-    def total_of(mine: int) -> int:  # a step holds each sequence once
-        assert mine <= total
-        return total
-
-    accelerator = SimpleNamespace(process_index=rank, device=torch.device("cpu"))
-    engine = SimpleNamespace(accelerator=accelerator, processes=processes, total=total_of)
-    size = 12 // processes // accumulation
-    args = TrainingArguments(batch_size=size, accumulation_steps=accumulation)
-    batches = step_batches(Sequences(counts, counts == [8] * 12), args, engine, start_step)
-    return [list(next(batches)) for _ in range(2 - start_step)]
-
-
-@pytest.mark.parametrize("counts", [[8] * 12, [8, 1, 0, 3, 8, 2] * 2])
-@pytest.mark.parametrize(("processes", "accumulation"), [(1, 1), (1, 4), (2, 3), (3, 1)])
-def test_a_step_has_the_same_samples_and_weights_however_it_is_divided(
-    counts, processes, accumulation
-):
-    whole = batches_of(0, 1, counts, 1)
-    shared = [batches_of(rank, processes, counts, accumulation) for rank in range(processes)]
-    resumed = [batches_of(rank, processes, counts, accumulation, 1) for rank in range(processes)]
-    for step in (0, 1):
-        parts = [mine[step][i] for i in range(accumulation) for mine in shared]
-        for field in ("tokens", "targets"):
-            assert torch.equal(
-                torch.cat([getattr(part, field) for part in parts]), getattr(whole[step][0], field)
-            )
-        mean = sum(counts) / len(parts)
-        assert [part.weight for part in parts] == [pytest.approx(p.n_targets / mean) for p in parts]
-    for mine, again in zip(shared, resumed, strict=True):
-        for batch, same in zip(mine[1], again[0], strict=True):
-            assert torch.equal(batch.tokens, same.tokens)
-
-
 @pytest.mark.parametrize(("trained", "steps"), [(0, [1, 2, 3, 4]), (2, [3, 4]), (4, [])])
 def test_steps_go_from_the_first_untrained_step_to_the_last(run_of, trained, steps):
     run = run_of(trained=trained)
     run.model.eval()
     assert list(run.steps()) == steps
     assert run.model.training
-
-
-def test_a_step_sets_its_learning_rate_and_clears_the_gradient(run_of):
-    run = run_of()
-    for step in (1, 2):
-        before = [p.detach().clone() for p in run.model.parameters()]
-        take(run, step)
-        update(run)
-        rates = {group["lr"] for group in run.optimizer.param_groups}
-        assert rates == {run.learning_rate(step)} == {run.args.learning_rate * step / 2}
-        assert all(p.grad is None for p in run.model.parameters())
-        assert not any(map(torch.equal, before, run.model.parameters()))
 
 
 @pytest.mark.parametrize(("grad_clip", "clipped"), [(1e-3, True), (0.0, False)])

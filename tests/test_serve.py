@@ -97,11 +97,11 @@ def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_cancels_its_answer(client, server, stream):
-    body = json.dumps({"messages": HELLO, "stream": stream}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    with socket.create_connection(server.address) as leaving:
-        leaving.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        wait_until(lambda: server.n_running == 1)
+    leaving = http.client.HTTPConnection(*server.address)
+    body = json.dumps({"messages": HELLO, "stream": stream})
+    leaving.request("POST", CHAT, body, {"Content-Type": "application/json"})
+    wait_until(lambda: server.n_running == 1)
+    leaving.close()
     # The clock is another answer with half as many tokens: an uncancelled answer would outlast it.
     clock = client.completions.create(
         model="long", prompt="1", max_tokens=LONG // 2, temperature=0, stream=True

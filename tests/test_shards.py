@@ -37,11 +37,6 @@ def test_a_new_shard_begins_with_the_document_after_the_limit(tmp_path):
     assert np.array_equal(np.concatenate(stored), np.concatenate(expected))
 
 
-@pytest.fixture
-def copied(packed, tmp_path):
-    return shutil.copytree(packed, tmp_path / "copy")
-
-
 @pytest.mark.parametrize(
     ("kind", "flag"),
     [("text", "--data"), ("conversations", "--tokenizer out/runs/NAME --conversations")],
@@ -67,7 +62,8 @@ def test_a_folder_without_description_is_refused_with_the_command_that_makes_one
         (lambda d: d["splits"]["val"]["shards"][0].update(tokens=7), "has .* bytes, not 14"),
     ],
 )
-def test_a_damaged_description_is_refused_with_the_reason(copied, edit, expected):
+def test_a_damaged_description_is_refused_with_the_reason(packed, tmp_path, edit, expected):
+    copied = shutil.copytree(packed, tmp_path / "copy")
     path = copied / "dataset.json"
     description = json.loads(path.read_text(encoding="utf-8"))
     assert read_description(copied) == description

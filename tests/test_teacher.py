@@ -3,16 +3,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_model import opinionated
+from small_model import opinionated, save_model
 from test_import_weights import write_llama
 from transformers import LlamaForCausalLM
 
 from common.errors import UsageError
 from data.dataset import PackedDataset
-from data.tokenizer import copy_tokenizer
 from formats.import_weights import import_weights
-from formats.portable import save_portable
-from model import ConfigError, Transformer
+from model import ConfigError
 from storage.weights import WeightsFolder
 from training.arguments import DistillationArguments
 from training.engine.launch import Engine
@@ -22,16 +20,9 @@ SEQ_LEN = 32
 TOKENS = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
 
 
-def save(folder: Path, model: Transformer, tokenizer: Path | None = None) -> Path:
-    save_portable(folder, model.config, {name: p.data for name, p in model.named_parameters()})
-    if tokenizer:
-        copy_tokenizer(tokenizer, folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def weights(packed, tmp_path_factory) -> Path:
-    return save(tmp_path_factory.mktemp("teacher") / "run", opinionated(400, SEQ_LEN), packed)
+    return save_model(tmp_path_factory.mktemp("teacher") / "run", opinionated(400, SEQ_LEN), packed)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +80,7 @@ def test_a_hugging_face_llama_teaches_without_an_import(build, tmp_path):
 def test_logits_beyond_the_tokenizer_are_left_out(build, data, engine, packed, tmp_path):
     """Many models have a rounded vocabulary that is larger than their tokenizer."""
     model = opinionated(448, SEQ_LEN)
-    folder = save(tmp_path / "roomy", model, packed)
+    folder = save_model(tmp_path / "roomy", model, packed)
     find(folder).require_fit(data, engine)
     assert torch.equal(build("float32", folder)(TOKENS), model(TOKENS).logits[..., :400])
 
@@ -106,14 +97,14 @@ def test_a_teacher_with_a_shorter_context_or_another_tokenizer_is_refused(
     longer = PackedDataset(packed, "train", 64)
     said = refused(weights, longer)
     assert "reads 32 tokens at most, the student 64: pass --max_seq_len 32" in said
-    smaller = save(tmp_path / "smaller", opinionated(399, SEQ_LEN), packed)
+    smaller = save_model(tmp_path / "smaller", opinionated(399, SEQ_LEN), packed)
     assert "vocabulary 400, has another tokenizer than the model in" in refused(smaller, data)
     other = PackedDataset(data.folder, "train", SEQ_LEN)
     other.description = data.description | {"tokenizer_sha256": "0" * 64}
     said = refused(weights, other)
     assert f"{data.folder}, vocabulary 400, has another tokenizer than the model in" in said
     assert f"--tokenizer {weights / 'tokenizer.model'}" in said
-    nameless = save(tmp_path / "nameless", opinionated(400, SEQ_LEN), packed)
+    nameless = save_model(tmp_path / "nameless", opinionated(400, SEQ_LEN), packed)
     (nameless / "tokenizer.model").unlink()
     assert "has no tokenizer to compare" in refused(nameless, data)
     divided = {"teacher_config": "configs/zero3_inference.json"}

@@ -15,11 +15,6 @@ TEXTS = [SUM, SPACES, "\u2581 literal, \x00 control, \r\n", " leading"]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(packed) -> Tokenizer:
-    return Tokenizer(packed / "tokenizer.model")
-
-
-@pytest.fixture(scope="module")
 def foreign(packed, tmp_path_factory) -> Tokenizer:
     """A tokenizer that puts a space before a text and drops it when decoding, as Llama's does."""
     model = ModelProto.FromString((packed / "tokenizer.model").read_bytes())

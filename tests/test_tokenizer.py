@@ -2,20 +2,12 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import write_corpus
 
 from common.errors import UsageError
-from data.corpus import parse, read_records
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
 
 MANY_CHINESE = ["".join(map(chr, range(0x4E00 + i, 0x4E00 + i + 40))) for i in range(0, 4000, 40)]
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory) -> list[str]:
-    path = write_corpus(tmp_path_factory.mktemp("text") / "sums.jsonl")
-    return [parse(record) for record in read_records([str(path)])]
 
 
 @pytest.fixture(scope="module")

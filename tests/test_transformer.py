@@ -9,9 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from formats.hugging_face import llama_config, to_llama
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
 
-# A head of 8 channels has four rotations: one is kept, one is slowed partly, two fully.
-SCALING = {"factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
-SCALING |= {"original_max_seq_len": 200}
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
 
 
@@ -66,19 +63,6 @@ def test_logits_equal_those_of_transformers_llama(use_flash_attn, tie_embeddings
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-@KERNELS
-@pytest.mark.parametrize("changes", [{"head_dim": 12}, {"rope_scaling": SCALING}])
-def test_head_dim_and_rope_scaling_give_the_logits_of_transformers_llama(changes, use_flash_attn):
-    model = transformer(use_flash_attn=use_flash_attn, **changes)
-    tokens = some_tokens(40)
-    with torch.no_grad():
-        ours, theirs = model(tokens).logits, as_llama(model)(tokens).logits
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-    if "rope_scaling" in changes:
-        plain = transformer(use_flash_attn=use_flash_attn)
-        assert (plain(tokens).logits - ours).abs().max() > 0.01
-
-
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
 def test_gradients_equal_those_of_transformers_llama(tie_embeddings):
     model = transformer(tie_embeddings=tie_embeddings)
@@ -97,23 +81,14 @@ def test_gradients_equal_those_of_transformers_llama(tie_embeddings):
         torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, atol=1e-5, rtol=1e-4)
 
 
-def log_probabilities(model: Transformer, tokens, targets) -> torch.Tensor:
-    log_p = model(tokens).logits.double().log_softmax(-1)
-    return log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-
-
 def test_ignored_targets_do_not_count_in_the_mean_loss():
     model = transformer()
     tokens, targets = some_tokens(), some_tokens(seed=2)
     targets[0, 3:] = IGNORE_INDEX
     targets[2] = IGNORE_INDEX
     counted = targets != IGNORE_INDEX
-    expected = -log_probabilities(model, tokens, targets)[counted].mean()
-    loss = model(tokens, targets).loss
-    torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=0)
-    logits = model(tokens).logits
-    same = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
-    torch.testing.assert_close(loss, same)
+    expected = F.cross_entropy(model(tokens).logits[counted], targets[counted])
+    torch.testing.assert_close(model(tokens, targets).loss, expected)
 
 
 def test_the_loss_of_a_bf16_model_is_fp32():
@@ -155,14 +130,9 @@ def test_dropout_acts_only_in_training():
     [({}, 25.83), ({"dim": 768, "n_layers": 16}, 104.03)],
 )
 def test_the_documented_shapes_have_the_documented_number_of_parameters(changes, millions):
-    config = LMConfig(**changes)
     with torch.device("meta"):
-        model = Transformer(config)
-    attention = 2 * config.dim**2 + 2 * config.dim * config.dim // 4  # 2 key heads for 8 heads
-    block = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
-    expected = config.vocab_size * config.dim + config.n_layers * block + config.dim
-    assert model.num_parameters() == expected
-    assert round(expected / 1e6, 2) == millions
+        model = Transformer(LMConfig(**changes))
+    assert round(model.num_parameters() / 1e6, 2) == millions
 
 
 def test_parameter_names_are_those_of_llamas_release():

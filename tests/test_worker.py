@@ -7,7 +7,6 @@ from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE
 from live_server import wait_until
 from small_model import opinionated
 
-from data.tokenizer import Tokenizer
 from data.tokenizer_training import EOS_ID
 from inference.decoder import Decoder
 from inference.generation import StreamedText, generate
@@ -34,9 +33,8 @@ def worker(decoder):
 
 
 @pytest.fixture
-def ask(packed):
+def ask(tokenizer):
     """Makes a text with events at its first piece and at its end."""
-    tokenizer = Tokenizer(packed / "tokenizer.model")
 
     def make(n: int = CONTEXT) -> StreamedText:
         def deliver(piece: str, finish_reason: str | None) -> None:

@@ -22,13 +22,6 @@ def launched(monkeypatch, tmp_path):
     return launch
 
 
-def test_weights_are_divided_only_if_the_launcher_has_zero_3(launched, monkeypatch):
-    assert launched(stage=2) is None
-    assert launched(stage=3) is not None
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
-    assert config_of_launch(None, None) is None
-
-
 def test_the_configuration_keeps_only_settings_for_inference(launched):
     offload = {"device": "cpu", "pin_memory": True}
     zero = {"stage": 3, "offload_param": offload, "stage3_prefetch_bucket_size": 1000}

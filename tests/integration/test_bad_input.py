@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, TINY, run_warm, write_corpus
+from conftest import TINY, run_warm, write_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -17,57 +17,37 @@ SCRIPT = "train_pretrain_accelerate.py"
 
 @pytest.fixture
 def refused(packed, tmp_path):
-    """Starts a script without a launcher, with flags that it refuses; returns the error line."""
+    """Starts training without a launcher, with flags that it refuses; returns the error line."""
 
-    def refused(flags: str, data: Path = packed, script: str = SCRIPT, **environ: str) -> str:
-        command = [sys.executable, script, *TINY, "--data", str(data), "--out_dir"]
+    def refused(flags: str, data: Path = packed, **environ: str) -> str:
+        command = [sys.executable, SCRIPT, *TINY, "--data", str(data), "--out_dir"]
         return run_warm([*command, str(tmp_path / "runs"), *flags.split()], **environ).error()
 
     return refused
 
 
-DS = {"ACCELERATE_USE_DEEPSPEED": "true"}
-
-
 @pytest.mark.parametrize(
-    ("flags", "says", "environ"),
+    ("flags", "says"),
     [
-        ("--dtype int8", "--dtype.*int8", {}),
-        ("--dtype float16", "--dtype float16 .*GPU", {}),
-        ("--dim 100 --n_heads 8", "dim 100 .*n_heads 8", {}),
-        ("--max_seq_len 100000", "100001.*--max_seq_len", {}),
-        ("--run_name mine", "--resume auto", {}),
-        ("--out_dir FOLDER/file/runs", "FOLDER/file", {}),
-        ("--resume FOLDER", "--resume FOLDER", {}),
-        ("--data FOLDER/nothing", "FOLDER/nothing.*scripts.prepare_data", {}),
-        ("--dtype bfloat16", "--mixed_precision fp16", {"ACCELERATE_MIXED_PRECISION": "fp16"}),
-        (
-            "",
-            "DeepSpeed without a launcher",  # RANK and a launcher's other variables are missing
-            DS | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json")},
-        ),
+        ("--dtype int8", "--dtype.*int8"),
+        ("--dim 100 --n_heads 8", "dim 100 .*n_heads 8"),
+        ("--out_dir FOLDER/file/runs", "FOLDER/file"),
+        ("--data FOLDER/nothing", "FOLDER/nothing.*scripts.prepare_data"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused_in_one_line(refused, tmp_path, flags, says, environ):
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    (tmp_path / "runs" / "mine" / "metrics.jsonl").touch()
-    (tmp_path / "file").write_text("{'stage': 2}", encoding="utf-8")
+def test_a_setting_that_cannot_work_is_refused_in_one_line(refused, tmp_path, flags, says):
+    (tmp_path / "file").touch()
     flags, says = (text.replace("FOLDER", str(tmp_path)) for text in (flags, says))
-    environ = {key: value.replace("FOLDER", str(tmp_path)) for key, value in environ.items()}
-    assert re.search(says, refused(flags, **environ))
+    assert re.search(says, refused(flags))
 
 
-def test_damaged_data_is_refused_in_one_line(refused, packed, tmp_path):
+def test_damage_that_is_found_during_training_ends_it_in_one_line(refused, packed, tmp_path):
     folder = shutil.copytree(packed, tmp_path / "damaged")
     shard = next(folder.glob("train-*.bin"))
     content = bytearray(shard.read_bytes())
-    shard.write_bytes(content[:1000])
-    assert re.search(f"{shard.name}.*1000 bytes", refused("", data=folder))
     content[2000:2002] = (400).to_bytes(2, "little")
     shard.write_bytes(content)
     assert re.search("token id 400 .*vocabulary of 400", refused("", data=folder))
-    (folder / "dataset.json").write_text('{"features": []}', encoding="utf-8")
-    assert "dataset.json" in refused("--run_name third", data=folder)
 
 
 def test_a_port_in_use_is_an_error_of_one_line(refused):

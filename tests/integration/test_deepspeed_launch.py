@@ -79,23 +79,17 @@ def test_torchrun_starts_deepspeed_with_the_losses_of_accelerate_launch(
     assert trained.column("loss") == accelerate["zero2"].column("loss")
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [("accelerate_zero2_student", 2), ("hugging_face_zero3", 3)],
-)
 def test_a_template_of_another_project_gives_the_losses_of_our_file(
-    accelerate, deepspeed, tmp_path, name, stage
+    accelerate, deepspeed, tmp_path
 ):
-    config = json.loads((FIXTURES / f"{name}.json").read_text(encoding="utf-8"))
+    config = json.loads((FIXTURES / "hugging_face_zero3.json").read_text(encoding="utf-8"))
     del config["scheduler"]  # refused
-    if stage == 3:
-        config["optimizer"]["params"]["torch_adam"] = True
+    config["optimizer"]["params"]["torch_adam"] = True
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps(config), encoding="utf-8")
     trained = deepspeed("--deepspeed", str(path))
-    assert engine(trained).startswith(f"DeepSpeed ZeRO-{stage}")
-    assert "on the CPU" in engine(trained)
-    losses = accelerate[f"zero{stage}"].column("loss")
+    assert engine(trained) == "DeepSpeed ZeRO-3, all on the CPU"
+    losses = accelerate["zero3"].column("loss")
     assert trained.column("loss") == pytest.approx(losses, abs=1e-5)
 
 

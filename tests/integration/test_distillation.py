@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPOSITORY, Trained, launch_command, run_warm, train
-from small_model import opinionated
+from small_model import opinionated, save_model
 from torch.nn import functional as F
 
 from data.dataset import ConversationSet, PackedDataset
 from data.order import LengthSampler, MicroBatchSampler
-from data.tokenizer import copy_tokenizer
-from formats.portable import load_portable, save_portable
+from formats.portable import load_portable
 from model import IGNORE_INDEX, LMConfig, Transformer
 from model.experts import load_balance
 from storage.weights import load_trained
@@ -34,18 +33,12 @@ FLAGS = (
 PARTS = ("loss", "hard_loss", "soft_loss", "agreement")
 
 
-def save(folder: Path, model: Transformer, tokenizer: Path) -> Path:
-    save_portable(folder, model.config, {name: p.data for name, p in model.named_parameters()})
-    copy_tokenizer(tokenizer, folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def teacher(packed, tmp_path_factory) -> Path:
     """Weights of a model that mostly predicts the current token again."""
     model = opinionated(400, SHAPE["max_seq_len"])
     model.norm.weight.data.fill_(2.0)
-    return save(tmp_path_factory.mktemp("teacher") / "weights", model, packed)
+    return save_model(tmp_path_factory.mktemp("teacher") / "weights", model, packed)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +47,7 @@ def teacher_of(packed, teacher, tmp_path_factory):
     torch.manual_seed(3)
     model = Transformer(LMConfig(**SHAPE, vocab_size=400, use_moe=True, num_experts_per_tok=2))
     model.tok_embeddings.weight.data.mul_(10)
-    experts = save(tmp_path_factory.mktemp("experts") / "weights", model, packed)
+    experts = save_model(tmp_path_factory.mktemp("experts") / "weights", model, packed)
     return lambda name: experts if PAIRS[name][-1] == "experts" else teacher
 
 
@@ -192,15 +185,12 @@ def test_a_resumed_run_is_equal_to_the_bit(distil, tmp_path):
     assert resumed.ends_as(whole)
 
 
-@pytest.fixture(scope="module")
-def distilled(packed, teacher, tmp_path_factory) -> Trained:
-    """A run of one process with micro-batches of 8 sequences."""
-    path = tmp_path_factory.mktemp("distilled") / "run"
+def test_one_process_gives_the_same_losses_and_saves_the_student(
+    packed, expected, teacher, tmp_path
+):
+    """The process has micro-batches of 8 sequences."""
     flags = f"{FLAGS} --teacher {teacher} --batch_size {BATCH}"
-    return train([sys.executable, DISTIL], 1, packed, path, flags)
-
-
-def test_one_process_gives_the_same_losses_and_saves_the_student(distilled, expected, teacher):
+    distilled = train([sys.executable, DISTIL], 1, packed, tmp_path / "run", flags)
     assert_the_same(distilled, expected[""])
     student = load_trained(str(distilled.path)).model
     assert student.config.shape() == LMConfig(**SHAPE, vocab_size=400).shape()

@@ -8,10 +8,8 @@ import pytest
 import torch
 from conftest import Trained, launch_command, run_warm
 from json_tokenizers import write_tokenizer
-from test_tokenizer import NASTY
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from data.tokenizer import open_tokenizer
 from scripts import export_hf, generate, import_weights, prepare_data
 
 pytestmark = pytest.mark.slow
@@ -31,12 +29,11 @@ SMOLLM2 = {
 
 
 @pytest.fixture(scope="module")
-def hub_folder(corpus, tmp_path_factory) -> Path:
+def hub_folder(texts, tmp_path_factory) -> Path:
     """A folder with the files of SmolLM2 on the Hub, but with a smaller model."""
     folder = tmp_path_factory.mktemp("hub") / "SmolLM2-135M"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(folder)
-    texts = [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines()]
     return write_tokenizer(folder, "smollm2", texts, vocab_size=500)  # the model has 520
 
 
@@ -58,16 +55,12 @@ def data(hub_folder, corpus, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(imported, data, tmp_path_factory) -> Trained:
+    path = tmp_path_factory.mktemp("runs") / "run"
     flags = "--max_steps 3 --batch_size 2 --learning_rate 1e-3 --sample_interval 2 --max_seq_len 48"
-    command = launch_command("zero2", 2)
-    return train_whole(command, data, tmp_path_factory.mktemp("runs") / "run", imported, flags)
-
-
-def train_whole(command: list[str], data: Path, path: Path, weights: Path, flags: str) -> Trained:
-    """Train from `weights` like `conftest.train`, but without the flags for a tiny model."""
+    flags += " --sample_tokens 8 --log_interval 1 --log_with none"
     where = ["--data", str(data), "--out_dir", str(path.parent), "--run_name", path.name]
-    where += ["--init_from", str(weights), "--log_interval", "1", "--log_with", "none"]
-    ended = run_warm([*command, *where, "--sample_tokens", "8", *flags.split()])
+    where += ["--init_from", str(imported)]
+    ended = run_warm([*launch_command("zero2", 2), *where, *flags.split()])
     assert ended.code == 0, ended.out
     return Trained(path, ended.out)
 
@@ -97,9 +90,6 @@ def test_the_exported_model_generates_the_same_text_in_transformers(
     generate.main([str(trained.path), *flags])
     texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
     model, tokenizer = (kind.from_pretrained(out) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    ours = open_tokenizer(trained.path)
-    for text in (*NASTY.values(), *prompts):
-        assert tokenizer(text, add_special_tokens=False).input_ids == ours.encode(text), repr(text)
     for prompt, text in zip(prompts, texts, strict=True):
         ids = [tokenizer.bos_token_id, *tokenizer(prompt).input_ids]
         written = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)

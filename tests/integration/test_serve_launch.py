@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import sys
 from urllib.parse import urlsplit
@@ -12,10 +11,9 @@ import pytest
 from browser import Browser
 from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, run_warm, start_warm
 from live_server import LiveServer, wait_until
-from small_model import opinionated
+from small_model import opinionated, save_model
 
 from data.tokenizer_training import EOS_ID
-from formats.portable import save_portable
 from inference.sampling import Sampling
 
 pytestmark = pytest.mark.slow
@@ -93,9 +91,7 @@ def test_the_page_says_when_the_context_is_full_and_drops_the_oldest_messages(br
 def test_ctrl_c_ends_the_server_and_a_waiting_client_gets_an_error(packed, tmp_path):
     model, weights = opinionated(VOCAB_SIZE, LONG), tmp_path / "mine" / "weights"
     model.output.weight.data[EOS_ID] = 0  # never the most likely token: the answer does not end
-    weights.mkdir(parents=True)
-    save_portable(weights, model.config, {name: p.data for name, p in model.named_parameters()})
-    shutil.copy(packed / "tokenizer.model", weights)
+    save_model(weights, model, packed)
     serve = [sys.executable, "-m", "scripts.serve", str(weights), "--port"]
     log = tmp_path / "log"
     with log.open("w") as output:

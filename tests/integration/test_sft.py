@@ -27,28 +27,21 @@ def base(packed, tmp_path_factory) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def conversations(tmp_path_factory) -> Path:
-    """Conversations: questions with short and with long answers."""
-    path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
-    lines = []
+def data(base, tmp_path_factory) -> Path:
+    """Prepared conversations: questions with short and with long answers."""
+    folder, lines = tmp_path_factory.mktemp("chat"), []
     for i in range(200):
         answer = f"{i + 1}" if i % 3 else "; ".join(str(i + j) for j in range(i % 7 + 1))
         turns = [("user", f"{i} + 1 ="), ("assistant", answer)]
         turns += [("user", "?"), ("assistant", "yes")] if i % 5 == 0 else []
         messages = [{"role": role, "content": content} for role, content in turns]
         lines.append(json.dumps({"messages": messages}) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def data(base, conversations, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("prepared") / "chat"
-    command = [sys.executable, "-m", "scripts.prepare_data", "--conversations", str(conversations)]
-    command += ["--tokenizer", str(base.path / "tokenizer.model"), "--out", str(out)]
-    ended = run_warm([*command, "--val_fraction", "0.2"])
+    (folder / "chat.jsonl").write_text("".join(lines), encoding="utf-8")
+    command = [sys.executable, "-m", "scripts.prepare_data", "--val_fraction", "0.2"]
+    command += ["--conversations", str(folder / "chat.jsonl"), "--out", str(folder / "prepared")]
+    ended = run_warm([*command, "--tokenizer", str(base.path / "tokenizer.model")])
     assert ended.code == 0, ended.out
-    return out
+    return folder / "prepared"
 
 
 def sft_command(engine: str, processes: int) -> list[str]:
@@ -183,19 +176,11 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
     assert said in run.out
 
 
-def test_data_that_does_not_fit_the_program_is_refused_in_one_line(base, data, packed, tmp_path):
-    out = f"--out_dir {tmp_path}"
-    given = f"{out} --init_from {base.path} --data {data}"
-    missing = tmp_path / "none.jsonl"
-    for script, flags, keyword in (
-        (PRETRAIN, f"{out} --data {data}", "holds conversations"),
-        (SFT, f"{out} --init_from {base.path} --data {packed}", "holds text"),
-        (SFT, f"{given} --conversations {missing}", "give one"),
-        (SFT, f"{out} --init_from {base.path} --conversations {missing}", "prepare_data: error: "),
-    ):
-        ended = run_warm([sys.executable, script, *TINY, *flags.split()])
-        program = "prepare_data" if "prepare_data" in keyword else script
-        line = ended.error(program)
-        assert keyword in line
-    assert str(missing) in line
+def test_data_that_does_not_fit_the_program_is_refused_in_one_line(base, packed, tmp_path):
+    here = ["--out_dir", str(tmp_path), "--init_from", str(base.path)]
+    ended = run_warm([sys.executable, SFT, *TINY, *here, "--data", str(packed)])
+    assert "holds text" in ended.error(SFT)
+    missing = str(tmp_path / "none.jsonl")
+    ended = run_warm([sys.executable, SFT, *TINY, *here, "--conversations", missing])
+    assert missing in ended.error("prepare_data")
     assert list(tmp_path.iterdir()) == []
