@@ -1,9 +1,9 @@
 """Check and measure training on one GPU, within nine minutes: `bash benchmarks/gpu.sh`.
 
 The parts that tell the most come first. A part that hangs is killed at its time limit. The folder
-$OUT (default: out/benchmarks/gpu) has these files, which are complete at any moment:
+$OUT (default: out/benchmarks/gpu) has these files, which are readable at any moment:
 
-- gpu.md: the report;
+- gpu.md: the report, written when a part begins and when it ends;
 - rows.jsonl: measurements and results of parts, one JSON object per line;
 - traces.zip: a trace of one step of each contender of ours, for https://ui.perfetto.dev;
 - log.txt: the output of all parts.
@@ -167,7 +167,7 @@ def run_part(part: Part, seconds: float, out: Path) -> str:
             record(out / ROWS, "part", row | {"result": "running", "note": ""})
             write_report(out)
             if seconds:
-                row["result"] = wait(started(part.command, log), began + seconds, out)
+                row["result"] = wait(started(part.command, log), began + seconds)
         finally:
             end_all()
             if row["result"] in (LATE, "stopped"):  # a killed compiler leaves unfinished files
@@ -194,13 +194,11 @@ def started(command: list[str], log) -> subprocess.Popen:
     )
 
 
-def wait(process: subprocess.Popen, deadline: float, out: Path) -> str:
-    """Wait for a process until the deadline, and keep the report up to date; return the result."""
-    while time.monotonic() < deadline:
-        with suppress(subprocess.TimeoutExpired):
-            code = process.wait(timeout=1)
-            return PASSED if code == 0 else f"failed, exit code {code}"
-        write_report(out)
+def wait(process: subprocess.Popen, deadline: float) -> str:
+    """Wait for a process until the deadline; return the result."""
+    with suppress(subprocess.TimeoutExpired):
+        code = process.wait(timeout=deadline - time.monotonic())
+        return PASSED if code == 0 else f"failed, exit code {code}"
     return LATE
 
 

@@ -42,9 +42,8 @@ class Request:
         self.machines, self.machine = self._count("NUM_MACHINES", 1), self._count("MACHINE_RANK", 0)
         self.port = self._count("MASTER_PORT", 29500 if self.machines > 1 else 0)
         if not (self.machine < self.machines and self.port < 1 << 16):
-            names = "NUM_MACHINES, MACHINE_RANK (from 0 on) and MASTER_PORT (below 65536)"
-            values = f"{self.machines}, {self.machine} and {self.port}"
-            raise UsageError(f"{names} cannot be {values}")
+            rank = f"MACHINE_RANK {self.machine} must be below NUM_MACHINES {self.machines}"
+            raise UsageError(f"{rank}, and MASTER_PORT {self.port} below 65536")
         self.address = self.get("MASTER_ADDR")
         if not self.get("NUM_MACHINES") and (self.get("MACHINE_RANK") or self.address):
             several = "MACHINE_RANK and MASTER_ADDR are for several machines"
