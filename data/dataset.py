@@ -1,4 +1,4 @@
-"""PyTorch datasets of prepared data, and a loader of micro-batches."""
+"""PyTorch datasets of prepared data."""
 
 import hashlib
 from collections.abc import Iterable, Sequence

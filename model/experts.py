@@ -1,8 +1,8 @@
 """Mixture of experts: a router chooses a few of several feed-forward networks for each token.
 
 The tokens are sorted by expert. One grouped product then multiplies each expert's tokens by the
-expert's own matrix, and no token is dropped. The weights of all experts are one parameter per
-matrix, so every parameter always has a gradient: zeros for an expert that got no token.
+expert's own matrix, and no token is dropped. The matrices of all experts are stacked into three
+parameters, so every parameter always has a gradient: zeros for an expert that got no token.
 
 By default the router's probabilities are not divided by the sum over the chosen experts. With one
 expert per token this quotient is 1, and the router learns nothing from the loss of the tokens.
@@ -44,7 +44,7 @@ class Experts(nn.Module):
         weights, chosen = self.choose(probabilities)  # (B, T, K + S) each
         order = chosen.flatten().argsort(stable=True)  # sorts the tokens' copies by expert
         n_copies = chosen.shape[-1]
-        # Each copy is read once, so backward adds no rows: on a GPU their order is not fixed.
+        # Each copy is read once, so backward adds no rows, which a GPU would add in varying order.
         copies = x.unsqueeze(2).expand(-1, -1, n_copies, -1).flatten(0, 2)
         rows = copies.index_select(0, order)  # (B · T · (K + S), dim)
         experts = torch.arange(len(self.w1), device=x.device)

@@ -54,7 +54,7 @@ def build_model(
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
     # Off for conversations: cuDNN would prepare a new plan for each length, in validation too.
-    # If an earlier run compiled the same lengths with cuDNN, its code is used again.
+    # Code that an earlier run compiled for the same lengths with cuDNN still uses it.
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if work.compiled:
         compile_blocks(model)
