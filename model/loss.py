@@ -1,11 +1,12 @@
 """Cross-entropy of the next token, without holding all logits of a large vocabulary in memory.
 
-Each logit takes up to 12 bytes with its log-probability and gradient. For 32 sequences of 512 tokens
-and a vocabulary of 49,152 this is 9.7 GB. Above LARGE_VOCABULARY the loss is therefore computed in
-chunks of at most about CHUNK_LOGITS logits. Backward computes the logits of a chunk again, which adds a
-third to the matrix products of the output layer. Each chunk also writes a gradient as large as the
-output weight. A GPU uses larger chunks, to write fewer of these gradients. The size of a chunk
-depends on the kind of device, not on its free memory, so that a resumed run rounds in the same way.
+Each logit takes up to 12 bytes with its log-probability and gradient. For 32 sequences of 512
+tokens and a vocabulary of 49,152 this is 9.7 GB. Above LARGE_VOCABULARY the loss is therefore
+computed in chunks of about CHUNK_LOGITS logits. Backward computes the logits of a chunk again,
+which adds a third to the matrix products of the output layer. Each chunk also writes a gradient as
+large as the output weight. A GPU uses larger chunks, to write fewer of these gradients. The size of
+a chunk depends on the kind of device, not on its free memory, so that a resumed run rounds in the
+same way.
 """
 
 import torch
