@@ -11,8 +11,8 @@ Each conversation is one JSON object. Its keys determine the format:
 
 In every format, "system" may hold the system message. Answers with "weight": 0, and answers in a
 list under "prompt", do not count in the loss. A content may be a list of parts {"type": "text",
-"text": "…"}. A prompt that begins with "\\n\\nHuman:" holds several turns, as in Anthropic's
-hh-rlhf. "rejected" is not used. The built-in conversations are made from the docstrings of
+"text": "…"}. A prompt that begins with "\\n\\nHuman:" holds several turns, as in
+Dahoas/rm-static. "rejected" is not used. The built-in conversations are made from the docstrings of
 Python's standard library.
 """
 

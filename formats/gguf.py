@@ -20,7 +20,7 @@ from model.transformer import Transformer
 
 def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> None:
     """Add the parameters under their GGUF names. Norms stay f32; a tied matrix is added once.
-    Raises UsageError if the type `wanted` cannot hold a value or rows of this length."""
+    Raises UsageError if the type `wanted` cannot hold a value, or the length of a row."""
     config = model.config
     if config.rope_scaling:
         rope = config.head_dim, config.rope_theta

@@ -35,7 +35,7 @@ from training.run import Run
 from training.start import notebook_process, one_line_failures, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# Time not for steps: LAUNCH_SHARE × preflight's (without preparing text), and END_SECONDS.
+# Time without steps: END_SECONDS, and LAUNCH_SHARE × preflight's time (except preparing text).
 LAUNCH_SHARE, END_SECONDS = 1.5, 4
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
@@ -148,8 +148,8 @@ class Dial:
         self.muon = self.kind.takes_muon and typed.get("optimizer") != "adamw"
         self.fixed = prepared.source is not None  # existing weights decide the shape
         self.talks = prepared.args.dataset.kind == CONVERSATIONS
-        # Several machines would measure different times, but must choose the same flags.
         known = not {"max_steps", "epochs"}.isdisjoint(typed)
+        # Several machines would measure different times, but must choose the same flags.
         self.assumes = known or request.machines > 1
 
     def models(self) -> list[recipe.Candidate]:
@@ -203,7 +203,7 @@ class Dial:
         flags |= {"teacher": args.teacher} if args.teacher else {}
         flags |= {"init_from": str(source.path)} if source else {}
         if self.request.stage == "sft":
-            flags["conversations"] = "builtin"  # --data names the prepared conversations
+            flags["conversations"] = "builtin"  # as if not typed: --data has them
         if (file := file_of(args)) != "none":
             flags["deepspeed"] = file
         threads = None

@@ -90,7 +90,7 @@ def step_batches(
 
 class Run:
     """One training run. Creating it builds the model with random initial weights, or loads the
-    checkpoint of a resumed run. `name` is printed before each log line of several runs."""
+    checkpoint of a resumed run. `name`, if any, is printed before each log line."""
 
     def __init__(self, prepared: Prepared, engine: Engine, stop: StopRequest, name: str = ""):
         self.prepared, self.engine, self.stop = prepared, engine, stop
@@ -130,12 +130,12 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set the learning rate before the backward pass, in which DeepSpeed updates weights."""
+        """Set the learning rate before the first backward pass: DeepSpeed may step in the last."""
         set_learning_rate(self.optimizer, self.learning_rate(step))
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the step's micro-batches. If gradients are coalesced, then reduce them and step."""
+        """Yield the step's micro-batches. At the end, reduce coalesced gradients, and step."""
         self.profiler.phase("data")
         coalesces = self.engine.coalesces
         with self.model.coalesce_grad_reduction() if coalesces else nullcontext():
@@ -158,7 +158,7 @@ class Run:
         self, loss: Tensor, batch: MicroBatch, routing: Tensor | None = None, **parts: Tensor
     ) -> None:
         """Run the backward pass of a micro-batch and record its loss for the log. `loss` is the
-        mean over the targets that count; Accelerate divides it by --accumulation_steps. `routing`
+        mean over the targets that count; it is then divided by --accumulation_steps. `routing`
         of a model with experts adds the balancing loss to the gradient, but not to the logged loss.
         `parts` are detached means that are logged too."""
         self.profiler.phase("backward")
@@ -179,8 +179,8 @@ class Run:
             self.log.meter.add(share, loss=loss.detach(), **parts)
 
     def clip_gradients(self) -> float | Tensor:
-        """Clip the gradient's norm to --grad_clip; return the norm before clipping. On a GPU it is
-        a tensor: reading it waits for the GPU. A step with a non-finite norm is skipped."""
+        """Clip the gradient's norm to --grad_clip; return the norm before clipping: on a GPU without
+        DeepSpeed a tensor, to wait for no kernel. A step with a non-finite norm is skipped."""
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -209,7 +209,7 @@ class Run:
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
-        # Reading the counter waits for the GPU. On a GPU it is read only every `most` steps.
+        # Reading the counter waits for a GPU: if the norm has not waited, read it rarely.
         waits = getattr(grad_norm, "is_cuda", False)
         if self._is_time(step, most if waits else 1):
             bad = int(self.log.meter.worst_in_row)
