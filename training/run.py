@@ -179,8 +179,8 @@ class Run:
             self.log.meter.add(share, loss=loss.detach(), **parts)
 
     def clip_gradients(self) -> float | Tensor:
-        """Clip the gradient's norm to --grad_clip; return the norm before clipping. On a GPU without
-        DeepSpeed it is a tensor, which waits when read. A non-finite norm skips the step."""
+        """Clip the gradient's norm to --grad_clip; return the norm before it. On a GPU without
+        DeepSpeed the norm is a tensor; reading it waits. A step with a non-finite norm is skipped."""
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
