@@ -180,7 +180,7 @@ class Run:
 
     def clip_gradients(self) -> float | Tensor:
         """Clip the gradient's norm to --grad_clip; return the norm before it. On a GPU without
-        DeepSpeed the norm is a tensor; reading it waits. A step with a non-finite norm is skipped."""
+        DeepSpeed it is a tensor; reading it waits. A step with a non-finite norm is skipped."""
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
