@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="folder or file to read")
     add("out", type=Path, metavar="OUT", help="folder to write")
-    add("--tokenizer", type=Path, help="tokenizer.model or .json (default: in the folder)")
+    add("--tokenizer", type=Path, help="tokenizer.model or .json (default: in or beside SOURCE)")
     add("--n_heads", type=int, help="number of query heads (only for a state dict)")
     add("--norm_eps", type=float, help="epsilon of RMSNorm (only for a state dict; default: 1e-5)")
     add("--rope_theta", type=float, help="base of RoPE (only for a state dict; default: 10000)")

@@ -110,6 +110,7 @@ def test_auto_sizes_are_deepspeeds_defaults_or_by_the_width(config, accelerator)
         ("optimizer.params.eps", 1e-6, "but this script gives 1e-08"),
         ("zero_optimization.reduce_bucket_size", "many", "DeepSpeed rejects the file: "),
         ("zero_optimization.overlap_com", True, "DeepSpeed rejects the file: "),
+        ("zero_optimization.overlap_com", "auto", '"zero_optimization.overlap_com": "auto" is not'),
         ("communication_data_type", "int4", "int4"),
         ("zero_optimization.stage3_prefetch_bucket_size", "auto", "only at 3"),
         ("zero_optimization.offload_param", {"device": "cpu"}, "at stage 2, only at 3"),

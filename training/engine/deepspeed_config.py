@@ -12,7 +12,12 @@ from pathlib import Path
 from common.errors import UsageError, reason
 from training.arguments import TrainingArguments
 
-# In "zero_optimization", "auto" is DeepSpeed's default, except for this key: see `Engine.fit_to`.
+# Keys of "zero_optimization" for which "auto" is DeepSpeed's default.
+BY_DEFAULT = (
+    "reduce_bucket_size allgather_bucket_size overlap_comm stage3_prefetch_bucket_size "
+    "stage3_gather_16bit_weights_on_model_save"
+).split()
+# The key of "zero_optimization" whose "auto" `Engine.fit_to` replaces.
 BY_WIDTH = "stage3_param_persistence_threshold"
 ADAM_EPS = 1e-8
 # The next two tables: prefix of a section → keys of this section, separated by spaces.
@@ -187,8 +192,9 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         if given not in ("auto", value):
             problems.append(f'"{key}" is {json.dumps(given)}, but {flag} gives {json.dumps(value)}')
     zero = config["zero_optimization"]
-    for key in [key for key, value in zero.items() if value == "auto" and key != BY_WIDTH]:
-        del zero[key]
+    for key in BY_DEFAULT:
+        if zero.get(key) == "auto":
+            del zero[key]
     if config["bf16"].get("check_grad_overflow") is False:
         problems.append('remove "check_grad_overflow": false, it would let NaN into the weights')
     for key in _autos(config):
