@@ -16,7 +16,7 @@ from training.arguments import TrainingArguments
 BY_DEFAULT = (
     "reduce_bucket_size allgather_bucket_size overlap_comm stage3_prefetch_bucket_size "
     "stage3_gather_16bit_weights_on_model_save"
-).split()
+)
 # The key of "zero_optimization" whose "auto" `Engine.fit_to` replaces.
 BY_WIDTH = "stage3_param_persistence_threshold"
 ADAM_EPS = 1e-8
@@ -192,7 +192,7 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         if given not in ("auto", value):
             problems.append(f'"{key}" is {json.dumps(given)}, but {flag} gives {json.dumps(value)}')
     zero = config["zero_optimization"]
-    for key in BY_DEFAULT:
+    for key in BY_DEFAULT.split():
         if zero.get(key) == "auto":
             del zero[key]
     if config["bf16"].get("check_grad_overflow") is False:
