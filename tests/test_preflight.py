@@ -183,7 +183,7 @@ def test_a_run_to_resume_is_checked_and_not_touched(flags, run_of, capsys):
     here = [*flags, "--out_dir", str(run.parent), "--run_name", run.name]
     check(ZERO_2, 1, [*here, "--resume", "auto"])
     said = refused(ZERO_2, here)
-    assert f"{run} holds a run: pass --resume auto, or another run_name" in said
+    assert f"{run} holds a run: pass --resume auto, or another --run_name" in said
     resumed = [*flags, "--resume", str(run)]
     check(ZERO_2, 2, [*resumed, "--batch_size", "2"])
     assert sorted(run.parent.rglob("*")) == before

@@ -81,7 +81,7 @@ class TrainingArguments:
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
     decay_fraction: float = setting(0.2, "share of steps at the end in which 'wsd' decays", SHARE)
     weight_decay: float = setting(
-        0.1, "weight decay: a step multiplies matrices by 1 - learning rate × this", AT_LEAST_0
+        0.1, "each step multiplies matrices by 1 - learning rate × weight_decay", AT_LEAST_0
     )
     beta1: float = setting(0.9, "decay of AdamW's mean of the gradient", BELOW_1)
     beta2: float = setting(0.95, "decay of AdamW's mean of the squared gradient", BELOW_1)
@@ -91,7 +91,7 @@ class TrainingArguments:
         20, "stop after this many steps in a row with a non-finite gradient", AT_LEAST_1
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
-    tf32: bool = setting(False, "float32 on NVIDIA GPUs: faster matrix products, rounded to TF32")
+    tf32: bool = setting(False, "faster float32 matrix products on NVIDIA GPUs, with TF32 inputs")
     compile: str = setting(
         "auto", "torch.compile; 'auto' compiles long runs only", choices=("auto", "on", "off")
     )
@@ -120,8 +120,8 @@ class TrainingArguments:
     eval_samples: int = setting(1024, "sequences to validate on, spread evenly; 0: all", AT_LEAST_0)
     save_interval: int = setting(
         1000,
-        "steps between regular checkpoints; 0: none. The best and the last step are always saved; "
-        "save_minutes saves more",
+        "steps between regular checkpoints; 0: none. The step with the lowest validation loss "
+        "and the last step are always saved; save_minutes adds more",
         AT_LEAST_0,
     )
     save_minutes: float = setting(30.0, "maximum minutes between saves; 0: no limit", AT_LEAST_0)
@@ -181,11 +181,11 @@ class SFTArguments(TrainingArguments):
     learning_rate: float = changed("learning_rate", 1e-4)
 
     lora_dim: int | None = setting(
-        None, "rank of LoRA adapters, trained in place of matrices", AT_LEAST_1, group="adapters"
+        None, "rank of LoRA adapters; adapted matrices are frozen", AT_LEAST_1, group="adapters"
     )
     lora_alpha: float = setting(16.0, "adapters are scaled by lora_alpha / lora_dim", POSITIVE)
     lora_module_name: str = setting("layers", "layers with this text in their name get adapters")
-    only_optimize_lora: bool = setting(False, "also freeze the embedding, norms and output layer")
+    only_optimize_lora: bool = setting(False, "freeze all parameters except the adapters")
 
     conversations: str = setting(
         "builtin",
@@ -229,7 +229,7 @@ class DistillationArguments(TrainingArguments):
     teacher_config: str | None = setting(
         None, "ZeRO-3 file that divides the teacher, like configs/zero3_inference.json", FILE_NAME
     )
-    alpha: float = setting(0.5, "weight of the hard loss; 1 - alpha weighs the soft loss", SHARE)
+    alpha: float = setting(0.5, "weight of the hard loss; the soft loss has 1 - alpha", SHARE)
     temperature: float = setting(2.0, "divisor of both models' logits in the soft loss", POSITIVE)
     kl: str = setting(
         "forward", "KL(teacher, student) or KL(student, teacher)", choices=("forward", "reverse")
@@ -254,7 +254,7 @@ def flags_of(dataclass_type):
 def build_parser(
     kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
 ) -> argparse.ArgumentParser:
-    """Return a parser of a program's training flags (if `only` is given, of these alone) and of the
+    """Return a parser of a program's training flags (`only` limits these to some names) and of the
     model's flags. The parser returns only typed flags; the dataclasses have the defaults."""
     prog = f"python {kind.program}"
     parser = OneLineParser(prog=prog, description=kind.about, allow_abbrev=False)

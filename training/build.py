@@ -26,7 +26,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
-    """Set torch's generators to a state from `random_state`. The device may be another one."""
+    """Set torch's generators to a state from `random_state`, which may be from another device."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -35,11 +35,11 @@ def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
 def build_model(
     prepared: Prepared, engine: Engine, work: Workload
 ) -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:
-    """Build a model with random initial weights, and its optimizer. Every process must call it.
+    """Build a model with random initial weights, and its optimizer. Every process must call this.
 
-    Model and optimizer are as `accelerator.prepare` returns them. Trained parameters are kept in
-    fp32, frozen parameters in --dtype.
-    Raises UsageError if the engine cannot be started, or if the model cannot be compiled.
+    Model and optimizer are as `accelerator.prepare` returns them. The optimizer updates trained
+    parameters in fp32. Frozen parameters are in --dtype.
+    Raises UsageError if DeepSpeed cannot be set up, or if DeepSpeed rejects its configuration.
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
     engine.fit_to(config.dim, work.trained)
@@ -54,7 +54,7 @@ def build_model(
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
     # Off for conversations: cuDNN would prepare a new plan for each length, in validation too.
-    # Code that an earlier run compiled for the same lengths with cuDNN still uses it.
+    # Code that an earlier run compiled for the same lengths with cuDNN still uses cuDNN.
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if work.compiled:
         compile_blocks(model)
@@ -63,7 +63,7 @@ def build_model(
     optimizer = build_optimizer(model, args, engine)
     # A GPU's total memory, not its free memory, so that a resumed run decides in the same way.
     size = sys.maxsize if work.on_cpu else torch.cuda.mem_get_info(accelerator.device)[1]
-    # All processes must reduce at the same time, so one with a small GPU decides for all.
+    # All processes must reduce at the same time: if one GPU is too small, no process coalesces.
     engine.coalesces = engine.total(int(not can_coalesce(engine.kind, work, size))) == 0
     try:
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -72,7 +72,7 @@ def build_model(
     if engine.processes > 1:
         KEPT.append(model)  # see engine/launch.py
     if engine.coalesces and engine.kind.fp32_sums:
-        optimizer.optimizer.use_grad_accum_attribute = True  # else 16-bit gradients are added up
+        optimizer.optimizer.use_grad_accum_attribute = True  # without it, sums are in 16 bits
     set_muon_layout(model, engine)
     torch.manual_seed(args.seed + 1000003 * accelerator.process_index)  # other dropout on each rank
     return model, optimizer, TrainingState(engine, model, optimizer)

@@ -46,7 +46,7 @@ class Checkpointer:
         self._begun = self._saved = 0  # steps of the latest save and of the latest successful save
 
     def save(self, step: int, val_loss: float | None) -> None:
-        """Copy the state; a thread writes it while training continues. Every process must call it.
+        """Copy the state; a thread writes it while training goes on. Every process must call this.
         A disk error is logged, does not stop training, and leaves the older checkpoints."""
         for other in self.group:  # a writer may still remove older checkpoints of this model
             other.wait()
@@ -88,7 +88,7 @@ class Checkpointer:
 
 
 def prune(run: RunFolder, keep_last: int) -> None:
-    """Remove all checkpoints except the newest `keep_last` and the best; none if keep_last is 0."""
+    """Keep only the newest `keep_last` checkpoints and the best. Keep all if keep_last is 0."""
     if keep_last == 0:
         return
     checkpoints = run.all_checkpoints()
@@ -100,7 +100,7 @@ def prune(run: RunFolder, keep_last: int) -> None:
 
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: LossMeter) -> None:
     """Load a checkpoint into the model, the optimizer, the log's `meter` and the random generators.
-    Every process must call it. Raises UsageError if the files cannot be read."""
+    Every process must call this. Raises UsageError or ConfigError if the files cannot be used."""
     rank, device = engine.accelerator.process_index, engine.accelerator.device
 
     def attempt() -> None:
@@ -115,7 +115,7 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
             if len(ranks) == engine.processes:
                 restore_random(ranks[rank], device)
             elif engine.is_main:
-                print("the number of processes, and so the dropout masks, changed", flush=True)
+                print("the number of processes has changed, so dropout masks change", flush=True)
         except (SafetensorError, OSError, LookupError) as error:
             raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 

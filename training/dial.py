@@ -35,7 +35,7 @@ from training.run import Run
 from training.start import notebook_process, one_line_failures, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# Time without steps: END_SECONDS, and LAUNCH_SHARE × preflight's time (except preparing text).
+# Time without steps: END_SECONDS, and LAUNCH_SHARE × preflight's start-up without preparing text.
 LAUNCH_SHARE, END_SECONDS = 1.5, 4
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
@@ -77,7 +77,7 @@ def step_seconds(
             del run
         if torch.distributed.is_initialized():  # DeepSpeed has created a process group
             importlib.import_module("deepspeed.comm").destroy_process_group()
-        gc.collect()  # a run is in reference cycles, which would keep its weights on the GPU
+        gc.collect()  # a run has reference cycles, which would keep its weights on the GPU
     return median(times)
 
 
@@ -193,8 +193,8 @@ class Dial:
         return recipe.Candidate(settings, parameters, flops, length, rows)
 
     def seconds(self, compiled: bool, model: recipe.Candidate) -> float:
-        """Measure the seconds of a step with one micro-batch, or assume them if one process cannot
-        run it, for example if DeepSpeed's file has the batch size of several processes."""
+        """Measure the seconds of a step with one micro-batch; assume them if `assumes` is True or
+        if one process cannot run the step: DeepSpeed's file may be for several processes."""
         if self.assumes:
             return self.assumed_seconds(model)
         args, source = self.prepared.args, self.prepared.source
@@ -203,7 +203,7 @@ class Dial:
         flags |= {"teacher": args.teacher} if args.teacher else {}
         flags |= {"init_from": str(source.path)} if source else {}
         if self.request.stage == "sft":
-            flags["conversations"] = "builtin"  # as if not typed: --data has them
+            flags["conversations"] = "builtin"  # as if not typed: --data has the conversations
         if (file := file_of(args)) != "none":
             flags["deepspeed"] = file
         threads = None

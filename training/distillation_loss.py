@@ -1,8 +1,8 @@
 """The loss of distillation: cross-entropy with the text and divergence from the teacher.
 
-For the divergence, both models' logits are divided by a temperature T before the softmax. The
-factor T² compensates for gradients that shrink as 1/T² (Hinton et al., arxiv.org/abs/1503.02531).
-Many logits are divided into chunks, and backward computes the fp32 copy of each chunk again.
+The divergence compares softmax(logits / T) of both models, with a temperature T. It has the factor
+T², because its gradients shrink as 1/T² (Hinton et al., https://arxiv.org/abs/1503.02531).
+More than CHUNK_LOGITS logits are divided into chunks; backward recomputes each chunk in fp32.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from model.loss import IGNORE_INDEX
 from model.recompute import recomputed
 
-CHUNK_LOGITS = 1 << 25  # logits per chunk: 128 MB in fp32, 6 times as much with temporary tensors
+CHUNK_LOGITS = 1 << 25  # logits per chunk: 128 MiB in fp32, 6 times as much with temporary tensors
 
 
 def distillation_loss(
@@ -26,14 +26,14 @@ def distillation_loss(
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (loss, hard, soft, agreement), fp32 means over the targets that count (0 if none).
-    `loss` = alpha * hard + (1 - alpha) * soft; only it has a gradient. `hard` is the cross-entropy,
+    `loss` = alpha * hard + (1 - alpha) * soft; only `loss` has a gradient. `hard` is cross-entropy,
     `soft` T² times the divergence, `agreement` the share of targets where both argmaxes agree.
 
     Args:
         logits: of the student, (B, seq_len, vocab_size or more), in any precision.
         teacher_logits: (B, seq_len, vocab_size).
         targets: (B, seq_len) int64; a position with IGNORE_INDEX does not count.
-        args: has alpha, temperature and kl. "forward" is KL(teacher || student), else the reverse.
+        args: has alpha, temperature and kl: "forward" (KL(teacher || student)) or "reverse".
         vocab_size: of the data; the soft loss leaves out student logits beyond this size.
         compiled: whether to compile the computation, which halves its time.
     """

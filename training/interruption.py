@@ -15,16 +15,16 @@ from pathlib import Path
 from training.engine.launch import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SAME_REQUEST_SECONDS = 2.0  # for Ctrl-C, terminal and launcher may both send a signal
-LIVES_ON = "PROCESS_LIVES_ON"  # environment variable: set while a notebook runs `main(argv)`
+SAME_REQUEST_SECONDS = 2.0  # after Ctrl-C, terminal and launcher may both send a signal
+LIVES_ON = "PROCESS_LIVES_ON"  # environment variable: set if the process goes on after the run
 STOP_NOTE = "STOP_NOTE"  # environment variable: file to create when a stopped run is saved
 CHECKPOINT_WRITER = "checkpoint writer"  # name of a thread; `exit_rank` waits for it
 SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange; a signal's code is its number
 
 
 class StopRequest:
-    """Decide after each step, for all ranks, whether to stop or save. A second signal ends the
-    process at once. Limits are in minutes; `since` is the start of the run by time.monotonic."""
+    """Decide after each step whether all ranks stop or save. A second signal over 2 s after the
+    first ends the process. Limits are in minutes; `since` is the run's start by time.monotonic."""
 
     def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
         self.engine = engine
@@ -91,8 +91,8 @@ def exit_rank() -> None:
     error = sys.exc_info()[1]
     if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
         return
-    for thread in threading.enumerate():  # other threads end only at Python's shutdown
-        if thread.name == CHECKPOINT_WRITER:
+    for thread in threading.enumerate():
+        if thread.name == CHECKPOINT_WRITER:  # others would end only at Python's shutdown
             thread.join()
     for output in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError):  # a closed stream, a full disk or a broken pipe

@@ -16,7 +16,7 @@ from training.interruption import STOP_NOTE, how_to_resume
 
 
 def launch() -> int:
-    """Launch, and wait for the end. Return the exit code of the first failed process, or 0."""
+    """Launch the processes and wait until they end. Return the exit code for run_accelerate.sh."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
     for name in logging.root.manager.loggerDict:

@@ -54,15 +54,15 @@ class LossMeter:
         self._step.zero_()
 
     def take(self) -> dict[str, float | None]:
-        """Return the means on all processes since the last call; None if all steps were skipped.
-        Every process must call it."""
+        """Return the means on all processes since the last call. A mean is None if every step was
+        skipped. Every process must call this."""
         *totals, weight = self.accelerator.reduce(self._sums.clone()).tolist()
         self._sums.zero_()
         means = [total / weight if weight else None for total in totals]
         return dict(zip(self.names[:-1], means, strict=True))
 
     def state(self) -> dict[str, Tensor]:
-        """Return this process's sums and the skipped steps, named as in a checkpoint."""
+        """Return this process's sums and the number of skipped steps, named as in a checkpoint."""
         values = torch.tensor([*self._sums.tolist(), self.skipped_steps], dtype=torch.float64)
         return {name: values[i].clone() for i, name in enumerate(self._saved_names)}
 
@@ -82,7 +82,7 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and paused seconds since `began`: start, end of the first step, or latest report."""
+    """Steps and paused seconds since `began`: creation, end of a first step, or last report."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()
@@ -112,7 +112,7 @@ class TrainingLog:
         self.clock = StepClock()
         precision = matrix_precision(self.accelerator.mixed_precision)
         self._peak = peak_flops(device_name(self.accelerator.device), precision)
-        self._file = None  # metrics.jsonl; None before `open` and on other processes
+        self._file = None  # metrics.jsonl; None before `open`, and always on other processes
         self._unwritten = b""  # rows that could not be written yet
 
     def open(self) -> None:
@@ -128,7 +128,7 @@ class TrainingLog:
             self._file = open(self.folder.metrics, "ab", buffering=0)  # noqa: SIM115
         self.accelerator.log_with = filter_trackers(self.args.trackers, str(run))
         self.accelerator.project_configuration.logging_dir = str(run)
-        # With the same id a resumed run continues its curves. SwanLab wants 21 letters and digits.
+        # With the same id a resumed run continues its curves. SwanLab needs 21 letters and digits.
         shared = {"id": hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]}
         shared |= {"resume": "allow", "config": read_settings(self.folder.settings)}
         options = {

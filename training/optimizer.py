@@ -27,7 +27,7 @@ MAX_DEFAULT_WARMUP = 2000
 # Coefficients (a, b, c) of each iteration. Five iterations map singular values from 0.0015 to 1
 # into the interval from 0.68 to 1.20.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
-# Elements that are orthogonalised at once: they fit a CPU's caches, or keep a GPU busy.
+# Matrix elements to orthogonalise at once: they fit into a CPU's caches, or keep a GPU busy.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
@@ -79,8 +79,8 @@ def set_learning_rate(optimizer, value: float) -> None:
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[nn.Parameter] = ()
 ) -> list[dict]:
-    """Return up to two groups of the trained parameters that are not in `without`: matrices, with
-    weight decay, and scales of norms, without it, because scales should stay near 1."""
+    """Return groups of trained parameters not in `without`: matrices with weight decay, and
+    scales of norms without weight decay, because scales should stay near 1."""
     left_out = {id(p) for p in without}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
     matrices = [p for p in parameters if len(shape_of(p)) > 1]
@@ -97,7 +97,7 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` after that. If
-    DeepSpeed's file has an "optimizer", AdamW is a placeholder that holds the groups."""
+    DeepSpeed's file has an "optimizer", a placeholder that holds the groups replaces AdamW."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
     groups = parameter_groups(model, args.weight_decay, without=matrices)
@@ -226,7 +226,7 @@ def _updates_of(momentum: Tensor, weights: Tensor, start: int) -> Iterator[Updat
 
 
 def _batches(updates: list[Update]) -> Iterator[list[Update]]:
-    """Yield lists of updates of the same shape, each with about BATCH_ELEMENTS elements."""
+    """Yield lists of updates of one shape, with at most BATCH_ELEMENTS elements or one matrix."""
     by_shape = defaultdict(list)
     for update in updates:
         by_shape[update.matrix.shape].append(update)

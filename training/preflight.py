@@ -33,8 +33,8 @@ from training.resume import find_starting_point
 
 
 def read_launch(config_file: str, args: TrainingArguments) -> bool:
-    """Read Accelerate's file, set the environment as its launcher would, and return whether
-    DeepSpeed is used. Raises UsageError if the file is invalid, or if NUM_MACHINES is missing."""
+    """Read Accelerate's file, set the environment as `accelerate launch` would, and return whether
+    DeepSpeed is used. Raises UsageError if the file is invalid or contradicts other settings."""
     try:
         config = load_config_from_file(config_file)
         section = getattr(config, "deepspeed_config", None) or {}
@@ -77,7 +77,7 @@ def check_launch(
 
 
 def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[str, Any]:
-    """Return the saved flags of a resumed run that are not in `flags`; {} for a new run."""
+    """Return a resumed run's flags that are not in `flags`, except paths; {} for a new run."""
     if "resume" not in flags:
         return {}
     with redirect_stdout(io.StringIO()):  # `prepare` prints the same messages

@@ -36,14 +36,14 @@ OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
     *("num_workers", "teacher", "teacher_config", "time_limit"),
 }
-# Model settings that may differ from the initial weights. Rotary positions have no weights.
+# Settings that may differ from the model of the initial weights. Positions have no weights.
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    args: TrainingArguments  # with found paths; a resume may adapt accumulation_steps
+    args: TrainingArguments  # with paths filled in; a resume may change accumulation_steps
     start: StartingPoint
     source: WeightsFolder | None  # of --init_from; None: random initial weights
     teacher: TeacherWeights | None

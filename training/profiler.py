@@ -27,7 +27,7 @@ class StepProfiler:
         self._phase, self._since = "", 0.0  # the current phase and the time when it began
         self._micro_batches, self._trace = 0, None
         self._label, self._recording = ExitStack(), ExitStack()
-        if args.profile and hasattr(model, "get_global_grad_norm"):  # its backward calls `step`
+        if args.profile and hasattr(model, "get_global_grad_norm"):  # DeepSpeed
             self._engine_step, model.step = model.step, self._timed_engine_step
 
     def begin_step(self, step: int) -> None:
@@ -48,7 +48,7 @@ class StepProfiler:
         self._phase, self._since = name, self._now()
 
     def end_step(self, step: int) -> tuple[dict[str, float], str] | None:
-        """Return (seconds per phase and of the step, log line); None if it is not measured."""
+        """Write the trace of a measured step; return (seconds per phase and step, log line)."""
         if not self._seconds:
             return None
         self._end_phase()
@@ -80,7 +80,7 @@ class StepProfiler:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _timed_engine_step(self) -> None:  # DeepSpeed's backward calls it
+    def _timed_engine_step(self) -> None:  # Accelerate's backward calls it
         self.phase("optimizer")
         self._engine_step()
         self.phase("backward")

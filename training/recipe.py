@@ -17,8 +17,8 @@ SHAPES = (
     *((10, 640), (12, 768), (16, 1024), (24, 1280), (28, 1536), (32, 2048)),
 )
 SMALL_SHAPES = ((2, 64),)  # only for a student, whose teacher may be small
-# A run of 5 million tokens suits a model of 1.43 million parameters: 3.5 tokens per parameter. In
-# longer runs the ratio rises to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
+# A run of 5 million tokens suits a model of 1.43 million parameters: 3.5 tokens per parameter. The
+# ratio grows as tokens ** RISE, up to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 3.5, 0.286, 20
 # A batch of 4,096 tokens suits a run of 5 million tokens. It doubles when the run's tokens grow
 # fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
@@ -28,7 +28,7 @@ MIN_STEPS = 20  # minimum steps of a plan, even if they take too long
 WORTH_PASSES = 15.4
 EVALUATIONS = 4  # validations in a run
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
-LOG_LINES = 50  # log lines in a run
+LOG_LINES = 50  # log lines in a run, approximately
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ CONFIGS = Path("configs")
 
 @dataclass
 class Request:
-    """The environment variables and the flags of the training program. Raises UsageError if a
+    """The environment variables of run_accelerate.sh and the typed flags. Raises UsageError if a
     variable is invalid or contradicts another variable."""
 
     environ: Mapping[str, str]
@@ -105,8 +105,8 @@ class Request:
         return words
 
     def data_flags(self) -> list[str]:
-        """Prepare the text; return the flags that name the data. The training program prepares
-        conversations, because it knows the tokenizer. Raises UsageError if preparing fails."""
+        """Prepare text for pretraining; return the flags that name the data. The training program
+        prepares conversations: it knows the tokenizer. Raises UsageError if preparing fails."""
         named = any(word.partition("=")[0] == "--data" for word in self.flags)
         if self.stage == "sft":
             return ["--conversations", self.get("CHAT", "builtin")]
@@ -119,7 +119,7 @@ class Request:
                 raise UsageError(f"use {both}, not both")
             return []
         folder = str(default_out(text, more))
-        # Without PREPARE_FLAGS, reuse data of this text that has other settings.
+        # Without PREPARE_FLAGS, reuse data of this text even if it has other settings.
         command = [sys.executable, "-m", "scripts.prepare_data", *shlex.split(more or "--reuse")]
         command += ["--data", text, "--out", folder, "--overwrite"]
         if subprocess.run(command, stdout=sys.stderr).returncode:

@@ -58,12 +58,12 @@ def prompt_and_continuation(
 
 def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: TrainingLog):
     """Append a sample to samples.jsonl, on the main process. A copy of the model generates the text
-    with a separate random generator: no effect on training. A full disk does not stop training."""
+    with its own random generator, so training does not change. A full disk does not stop it."""
     if not log.accelerator.is_main_process:  # other ranks wait at the next collective operation
         return
     decoder = Decoder(model, getattr(torch, prepared.args.dtype))
     decoder.recorded = False  # while a graph is recorded, no other thread may use the GPU
-    tokenizer = open_tokenizer(log.folder.path)  # not that of --data, which may be newer
+    tokenizer = open_tokenizer(log.folder.path)  # not the tokenizer of --data, which may be newer
     with torch.compiler.set_stance("force_eager"):  # do not compile for new shapes
         prompt, text = prompt_and_continuation(decoder, tokenizer, prepared)
     row = json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
@@ -76,7 +76,7 @@ def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: 
 
 
 def write_results(prepared: Prepared, weights: dict[str, Tensor], log: TrainingLog) -> None:
-    """Write weights (adapters merged in), sample.txt, loss.png and report.html; print the
+    """Write weights (adapters merged in), adapters, sample.txt, loss.png and report.html; print
     commands to try next. The folder of weights marks a run as finished."""
     run, config, lora = prepared.start.folder, prepared.config, prepared.shapes.lora
     if lora:

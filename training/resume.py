@@ -63,7 +63,7 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
     if run.settings.exists() and (program := program_of(run)) != args.program:
         raise UsageError(f"{run.path} holds a run of {program}: choose another --run_name")
     if run.metrics.exists() and not args.resume:
-        raise UsageError(f"{run.path} holds a run: pass --resume auto, or another run_name")
+        raise UsageError(f"{run.path} holds a run: pass --resume auto, or another --run_name")
     newest, problems = newest_undamaged(checkpoints)
     for path, problem in problems.items():
         print(f"DAMAGED CHECKPOINT {path}: {problem}")
@@ -76,7 +76,7 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return `args`. At a resume, the run folder replaces --init_from: its weights may be deleted.
+    """Return `args`. At a resume, the run folder replaces --init_from, which may be deleted by now.
     The run's teacher replaces --teacher auto: the newest run may be another one now."""
     if start.checkpoint and args.init_from:
         base = start.folder.base
@@ -110,7 +110,7 @@ def resumed_arguments(
     processes: int,
 ) -> tuple[TrainingArguments, dict]:
     """Return `args` and `identity`, with --accumulation_steps changed to keep the global batch if
-    the number of processes changed. Raises UsageError if the checkpoint is of another run."""
+    the number of processes changed. Raises UsageError if any other fact differs."""
     saved = LMConfig.from_dict(start.state["model"]).shape() | start.state["identity"]
     saved["lora"] = start.state.get("lora")
     steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
@@ -132,7 +132,7 @@ def resumed_arguments(
 
 
 def set_aside(start: StartingPoint) -> None:
-    """Rename checkpoints after `start` and final weights: the resumed run writes new ones."""
+    """Rename checkpoints of later steps and final weights: the resumed run writes new ones."""
     run = start.folder
     old = [path for path in run.all_checkpoints() if step_of(path) > start.step]
     for path in [*old, run.weights]:

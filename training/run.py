@@ -122,7 +122,7 @@ class Run:
         self.checkpointer = Checkpointer(prepared, self.state, compiled, self.log)
 
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the steps (from 1), until the last step or a stop request."""
+        """Yield the step numbers from `first_step` to the last step or a stop request."""
         self.model.train()
         for step in range(self.first_step, self.total_steps + 1):
             yield step
@@ -130,12 +130,12 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set the learning rate before the first backward pass: DeepSpeed may step in the last."""
+        """Set the learning rate first: DeepSpeed may update weights in the last backward pass."""
         set_learning_rate(self.optimizer, self.learning_rate(step))
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the step's micro-batches. At the end, reduce coalesced gradients, and step."""
+        """Yield a step's micro-batches; then reduce and update, if ZeRO-2 reduces once per step."""
         self.profiler.phase("data")
         coalesces = self.engine.coalesces
         with self.model.coalesce_grad_reduction() if coalesces else nullcontext():
@@ -179,8 +179,8 @@ class Run:
             self.log.meter.add(share, loss=loss.detach(), **parts)
 
     def clip_gradients(self) -> float | Tensor:
-        """Clip the gradient's norm to --grad_clip; return the norm before it. On a GPU without
-        DeepSpeed it is a tensor; reading it waits. A step with a non-finite norm is skipped."""
+        """Clip the gradient's norm to --grad_clip; return the norm before that. On a GPU without
+        DeepSpeed the norm is a tensor: reading waits. A step with a non-finite norm is skipped."""
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -209,7 +209,7 @@ class Run:
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
-        # Reading the counter waits for a GPU: if the norm has not waited, read it rarely.
+        # Reading the counter waits for a GPU: if nothing else has waited, read the counter rarely.
         waits = getattr(grad_norm, "is_cuda", False)
         if self._is_time(step, most if waits else 1):
             bad = int(self.log.meter.worst_in_row)

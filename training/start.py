@@ -51,7 +51,7 @@ def run_program(
     make: Callable[[TrainingArguments, dict], Any] | None = None,
 ) -> None:
     """Set up a run and train it, unless it is finished. If `argv` is None, take the flags of the
-    command line, and end the process. With another `argv`, as in a notebook, the process goes on.
+    command line, and end a launcher's process. With `argv`, as in a notebook, the process goes on.
     `make` (default: `set_up`) returns the argument of `train`, or None if the run is finished."""
     process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
     try:
@@ -141,7 +141,7 @@ def set_up_together(
     prepared = [prepare(args, settings, engine) for (args, settings), engine in pairs]
     batches = {(x.config.max_seq_len, x.args.global_batch(1), x.total_steps) for x in prepared}
     if len(batches) > 1:
-        raise UsageError(f"models differ in (max_seq_len, sequences per step, steps): {batches}")
+        raise UsageError(f"models differ in (max_seq_len, sequences per process, steps): {batches}")
     stop = StopRequest(engines[0], first.time_limit, first.save_minutes, since=started)
     runs = {}
     for each, engine in zip(prepared, engines, strict=True):
@@ -255,7 +255,7 @@ def start_block(run: Run) -> str:
 
 
 def without_engine(kind: Kind, work: Workload) -> str:
-    """Return what one process on a GPU would save without its engine, or "" if nothing."""
+    """Return a hint if one process on a GPU would need less memory without its engine, or ""."""
     saved = estimate(kind, work).peak - estimate(DDP, work).peak
     if work.processes > 1 or work.on_cpu or saved <= 0:
         return ""

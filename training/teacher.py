@@ -1,6 +1,6 @@
 """The teacher of distillation: a trained model, whole on every process or divided by ZeRO-3.
 
-Accelerate does not prepare it: a second plugin would overwrite the student's accumulation steps.
+Accelerate does not prepare it: a second DeepSpeed plugin would overwrite --accumulation_steps.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class TeacherWeights:
 
     @property
     def training_length(self) -> int:
-        """Default of the student's max_seq_len. A foreign context may be too long to train with."""
+        """Default of the student's max_seq_len: the teacher's, limited for Hugging Face models."""
         length = self.shapes.config.max_seq_len
         return min(length, LMConfig.max_seq_len) if self.source.is_foreign else length
 
@@ -96,5 +96,5 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, T, vocab_size) for tokens (B, T); B is the same on all processes."""
+        """Return logits (B, T, vocab_size) for tokens (B, T)."""
         return self.model(tokens).logits[..., : self.vocab_size]

@@ -45,7 +45,7 @@ def validate(
         with torch.compiler.set_stance("force_eager"):  # do not compile again for eval mode
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
         per_sample = per_token.sum(dim=1), (targets != IGNORE_INDEX).sum(dim=1)  # (B,) each
-        # Accelerate repeats samples to fill the last batch; gather_for_metrics drops them.
+        # Accelerate repeats samples to fill the last batch; gather_for_metrics drops the copies.
         losses, counts = accelerator.gather_for_metrics(per_sample)
         total_loss += losses.double().sum().item()
         n_targets += counts.sum().item()
