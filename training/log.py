@@ -82,7 +82,7 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and paused seconds since `began`: creation, end of a first step, or last report."""
+    """Steps and paused seconds since the log's start, the first step's end or the latest report."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()

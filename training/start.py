@@ -129,7 +129,7 @@ def set_up_together(
     models: list[tuple[TrainingArguments, dict]], resumed: Callable[[], list] | None = None
 ) -> dict[Run, dict]:
     """Set up runs that read the same batches. Return a dict: unfinished run → its random state. The
-    main process calls `resumed`, if given; it returns the value of --resume for each run."""
+    main process calls `resumed`, if given, which returns the value of --resume for each run."""
     started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
     require_trackers(first.trackers)
     engines = build_engines([args for args, _ in models])
