@@ -89,6 +89,6 @@ def table(rows: list[dict]) -> str:
 
 
 def spread(values: list[float], form: str) -> str:
-    """Return "median (lowest to highest)", each in this format."""
+    """Return "median (lowest to highest)", each in the format `form`."""
     median, low, high = statistics.median(values), min(values), max(values)
     return f"{median:{form}} ({low:{form}} to {high:{form}})"

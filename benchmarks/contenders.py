@@ -169,8 +169,8 @@ class Team:
             self._ranks[ours] = process
 
     def ask(self, request: int | Path) -> list[dict]:
-        """Let all ranks take a number of steps, or trace one step into a folder; return their
-        answers: see `take_steps`, or the seconds of each phase of the step.
+        """Let all ranks take a number of steps, or trace one step into a folder. Return one
+        answer per rank: the dict of `take_steps`, or the seconds of each phase of the traced step.
 
         Raises TeamError if a process failed or ended, after ending all other processes.
         """

@@ -4,7 +4,7 @@
 
 For each text, a teacher is pretrained first. Then students train with every seed, alone and with
 the teacher. Last, students train alone for as long as the students with the teacher took. All
-students have the same shape, data and batch. Students with one seed read in the same order. Each
+students have the same shape, data and batch. Equal seeds mean the same order of data. Each
 learning-rate schedule ends with the last step of its run. Bits per byte are measured on the
 validation split. Seconds are the number of steps times the median step time of all runs of a kind,
 so the cores must be free. Finished runs with the same data and flags are not repeated.
@@ -133,7 +133,7 @@ def differences(results: list[Result], others: list[Result]) -> str:
 
 
 def train(kind: str, data: Path, flags: list[str], seed: int, stage: str = "pretrain") -> Result:
-    """Train a model, unless a finished run has the same text and flags.
+    """Train a model, unless a finished run has the same text and flags. Return the result.
 
     Args:
         flags: strings of several flags; the last string is printed.

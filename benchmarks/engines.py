@@ -35,9 +35,9 @@ from training.interruption import exit_rank
 
 PROGRAM = "benchmarks.engines"
 ENGINES = [DDP.config, *FILES]
-WARMUP = 2  # steps whose time and traffic do not count: engines learn the order of layers
+WARMUP = 2  # steps whose time and traffic do not count: in them, engines learn the order of layers
 NOTE = (
-    "Losses are those of rank 0 in the last micro-batch of the first and of the last of {} steps. "
+    "Losses are of rank 0, in the last micro-batch of the first step and of step {}. "
     "Memory is the largest peak of a process; on a CPU, measured and expected memory include "
     "libraries. Bytes are the mean that a process sends per step, counted by the network device. "
     "The last losses differ by at most {:.1e}."
@@ -68,7 +68,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     add = parser.add_argument
     processes = torch.cuda.device_count() or 2
     default = ENGINES[1:] if processes == 1 else ENGINES  # no DDP of one process
-    add("--engines", type=names(ENGINES), default=default, help=f"of {', '.join(ENGINES)}")
+    add("--engines", type=names(ENGINES), default=default, help=", ".join(ENGINES))
     add("--processes", type=int, default=processes, help="processes of each engine")
     add("--steps", type=int, default=20, help=f"steps; the first {WARMUP} warm up")
     shape = {"dim": 512, "n_layers": 8, "n_heads": 8, "batch_size": 4, "accumulation_steps": 2}

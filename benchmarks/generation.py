@@ -51,8 +51,8 @@ def main(argv: list[str] | None = None) -> None:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
-    add("--sizes", type=names(SIZES), default="3m,26m", help=f"of {', '.join(SIZES)}")
-    add("--dtypes", type=names(DTYPES), default="float32,bfloat16", help=f"of {', '.join(DTYPES)}")
+    add("--sizes", type=names(SIZES), default="3m,26m", help=", ".join(SIZES))
+    add("--dtypes", type=names(DTYPES), default="float32,bfloat16", help=", ".join(DTYPES))
     add("--batch_sizes", type=numbers, default="1,8", help="prompts continued together")
     add("--rounds", type=int, default=5, help="turns of each contender")
     return parser.parse_args(argv)

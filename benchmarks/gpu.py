@@ -5,7 +5,7 @@ $OUT (default: out/benchmarks/gpu) has these files, which are readable at any mo
 
 - gpu.md: the report, written when a part begins and when it ends;
 - rows.jsonl: measurements and results of parts, one JSON object per line;
-- traces.zip: a trace of one step of each contender of ours, for https://ui.perfetto.dev;
+- traces.zip: a trace of one micro-batch of each of our contenders, for https://ui.perfetto.dev;
 - log.txt: the output of all parts.
 
 This file does not import torch, so that it can report a machine on which torch hangs.
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def all_parts(out: Path, tiny: bool) -> list[Part]:
-    """Return the parts in the order of their worth."""
+    """Return the parts in the order in which they run: the most useful come first."""
     sizes = TINY_SIZES if tiny else SIZES
     small, large = sizes
 
@@ -111,8 +111,8 @@ def all_parts(out: Path, tiny: bool) -> list[Part]:
 
 
 def start(rows: str, tiny: bool) -> None:
-    """Load the libraries, so that later parts load them from memory; prepare the text; describe the
-    machine. It runs in a process of its own, which fails without a GPU, unless `tiny`."""
+    """Load the libraries, so that later parts find them in the file cache; prepare the text;
+    describe the machine. Without a GPU, exit with an error, unless `tiny`."""
     import torch
 
     from benchmarks.work import DATA, SIZES
@@ -203,7 +203,7 @@ def wait(process: subprocess.Popen, deadline: float) -> str:
 
 
 def end_all() -> None:
-    """Kill all descendants of this process. One that the system cannot end is left after 5 s."""
+    """Kill all descendants of this process. Give up after 5 s."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         found = psutil.Process().children(recursive=True)

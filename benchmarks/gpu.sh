@@ -4,7 +4,7 @@
 #     bash benchmarks/gpu.sh [--tiny]
 #
 # The report and all files are in the folder $OUT (default: out/benchmarks/gpu), see benchmarks/gpu.py.
-# The Python is $PYTHON, or python3 if it has PyTorch, or that of .venv. Nothing is installed but the
+# The Python is $PYTHON, or python3 if it has PyTorch, or .venv/bin/python. Nothing is installed but the
 # wheels in out/wheels, into out/site. Where there is a network, this command fetches DeepSpeed and the
 # packages that it needs beside PyTorch into out/wheels, for Python 3.12 on Linux (6 MB):
 #

@@ -81,7 +81,7 @@ def build_litgpt(work: Work) -> nn.Module:
 
 
 def litgpt_loss(model: nn.Module, tokens: Tensor, targets: Tensor, precision) -> Tensor:
-    """Return the loss of litgpt's pretraining script. Fabric casts the logits to fp32."""
+    """Return the loss of litgpt's pretraining script, in which Fabric casts the logits to fp32."""
     from litgpt.utils import chunked_cross_entropy
 
     with precision:

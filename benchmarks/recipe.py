@@ -1,11 +1,11 @@
 """Measure which shape trains best in a given time, to check training/recipe.py.
 
     python -m benchmarks.recipe --data out/data/builtin --minutes 2,8 --shapes 3x128,3x192,4x192
-    python -m benchmarks.recipe --choices     # what the recipe would choose elsewhere, computed
+    python -m benchmarks.recipe --choices     # print the recipe's choices for several machines
 
 Each shape first trains for a few steps, to measure its speed, and then for the steps that fit into
-the time. Start and validations do not count. The cores must be free. Finished runs are reused.
-A formula is fitted to the runs of a text; out/benchmarks/recipe.png shows the runs.
+the time, which does not include start and validations. The cores must be free. Finished runs are
+reused. A formula is fitted to the runs of a text; out/benchmarks/recipe.png shows the runs.
 """
 
 import itertools
@@ -31,7 +31,7 @@ SPEED_STEPS = 40
 PICTURE = Path("out/benchmarks/recipe.png")
 # Exponents of parameters and tokens: Hoffmann et al., https://arxiv.org/abs/2203.15556.
 EXPONENTS = -0.34, -0.28
-# E, A and B of the built-in text, fitted to the runs in docs/recipe.md.
+# E, A and B of `describe_fit` for the built-in text, fitted to the runs in docs/recipe.md.
 BUILT_IN = 0.297, 0.306, 0.804
 # For --choices: machine → (GPUs, FLOP/s in training); text → (bytes, bytes per token); minutes.
 H100 = peak_flops("H100", "bf16") * GPU_SHARE
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         data = Path("out/data/builtin")
         add("--data", nargs="+", type=Path, default=[data], help="folders of prepared data")
         add("--minutes", type=numbers, default=[1, 2, 4, 8, 16], help="minutes of training")
-        add("--shapes", type=names(NAMES), default=list(NAMES)[:5], help="layers x dim in SHAPES")
+        add("--shapes", type=names(NAMES), default=list(NAMES)[:5], help="LAYERSxDIM of the recipe")
         add("--seeds", type=numbers, default=[1], help="one run per seed")
         add("--flags", default="", help="more training flags")
         add("--choices", action="store_true", help="train nothing: print what the recipe chooses")
@@ -135,7 +135,7 @@ def draw(axes, rows: list[dict]) -> None:
 
 
 def choices() -> list[dict]:
-    """Return what the recipe chooses for TEXTS on MACHINES, with the fitted loss."""
+    """Return one row per choice of the recipe for TEXTS on MACHINES, with the fitted loss."""
     rows, ended = [], set()
     for machine, text, time in itertools.product(MACHINES, TEXTS, TIMES):
         plan, minutes = planned(*MACHINES[machine], *TEXTS[text], TIMES[time])

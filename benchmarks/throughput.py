@@ -2,12 +2,12 @@
 
     python -m benchmarks.throughput --sizes 26m
 
-Each contender takes its first turn alone, and then turns with the first one, the baseline: A B A B
-A B, then A C A C A C. If the speed of the machine drifts, the ratio of two contenders within one
-round is more reliable than their speeds, and the median over rounds is better still. Only two are
-in memory at a time. --contenders takes names, such as ours-zero2-compiled, and groups: all, ours
-and peers. The groups blocks, selective, muon and uncoalesced are variants of ours that `all` does
-not contain.
+Each contender takes one turn alone, and then takes turns with the first contender, the baseline:
+A B A B A B, then A C A C A C. If the speed of the machine drifts, the ratio of two contenders
+within one round is more reliable than their speeds, and the median over rounds is better still. At
+most two contenders are in memory at a time. --contenders takes names, such as ours-zero2-compiled,
+and groups: all, ours and peers. The groups blocks, selective, muon and uncoalesced are variants of
+ours that `all` does not contain.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from training.engine.device import peak_flops, use_all_cores
 
 PROGRAM = "benchmarks.throughput"
 REPEATS = 5  # measurements of each product
-# (m, k, n) of products (m, k) × (k, n). The fastest one depends on the machine. The second one of
-# a CPU is a feed-forward layer of the 26m model, the third is its output layer.
+# (m, k, n) of products (m, k) × (k, n). The fastest product depends on the machine. On a CPU, the
+# second one is a feed-forward layer of the 26m model, the third is the output layer of this model.
 PRODUCTS = {
     "cpu": ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400)),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
@@ -66,7 +66,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     sizes = "26m,104m,360m" if n_gpus else "26m,104m"
-    add("--sizes", type=names(SIZES), default=sizes, help=f"of {', '.join(SIZES)}")
+    add("--sizes", type=names(SIZES), default=sizes, help=", ".join(SIZES))
     add("--contenders", default="all", help="names or groups: all, ours, peers, muon, ...")
     add("--rounds", type=int, default=5, help="turns of each contender")
     add("--steps", type=int, default=10 if n_gpus else 3, help="steps per turn")
@@ -74,11 +74,11 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--batch_size", type=int, help="sequences per micro-batch (default: by --sizes)")
     add("--seq_len", type=int, help="tokens per sequence (default: by --sizes)")
     add("--accumulation_steps", type=int, default=1, help="micro-batches per step")
-    add("--dtype", choices=("bfloat16", "float32"), help="precision (default: bfloat16)")
-    add("--processes", type=int, default=n_gpus or 1, help="for DDP and ZeRO")
+    add("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16; float32 for test")
+    add("--processes", type=int, default=n_gpus or 1, help="processes of DDP and ZeRO")
     add("--data", default=DATA, help="folder of prepared text")
     add("--rows", type=Path, help="file to which JSON lines are added during the measurement")
-    add("--traces", type=Path, help=".zip to which a trace of one step of each of ours is added")
+    add("--traces", type=Path, help=".zip to which a trace of each contender of ours is added")
     options = parser.parse_args(argv)
     everybody = all_contenders(options.processes, n_gpus > 0)
     options.contenders = select(everybody, options.contenders)

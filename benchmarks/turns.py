@@ -14,17 +14,17 @@ from common.numbers import memory
 
 NOTE = (
     "Values are medians over turns; in brackets are the lowest and the highest turn. The value of "
-    "a turn is the median of its steps. Each contender takes turns with the first; ratios are "
-    "taken within a round. Model FLOPs are 6·N + 12·n_layers·n_heads·head_dim·seq_len per token. "
-    '"Of products" is the share of the speed of matrix products alone. Memory is the peak per '
-    "process; on a CPU it includes libraries, which the expected memory does not. The first step "
-    "is timed from the start of the process."
+    "a turn is the median of its steps, on a GPU their mean. Each contender takes turns with the "
+    "first; ratios are within a round. Model FLOPs are 6·N + 12·n_layers·n_heads·head_dim·seq_len "
+    'per token. "Of products" is the share of the speed of matrix products alone. Memory is the '
+    "peak per process; on a CPU it includes libraries, which the expected memory does not. The "
+    "first step is timed from the start of the process."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """The measurements of one turn of a contender, for all of its processes together."""
+    """The measurements of one turn of a contender. Speeds are sums over its processes."""
 
     size: str  # a key of benchmarks.work.SIZES
     accumulation_steps: int
@@ -36,7 +36,7 @@ class Turn:
     peak_flops: float | None  # FLOP/s of the GPUs by their data sheet; None: unknown
     product_flops: float  # measured FLOP/s of matrix products
     peak_bytes: int  # largest peak memory of a process so far
-    expected_bytes: int | None  # the estimate of it; None for other projects
+    expected_bytes: int | None  # the estimate of peak_bytes; None for other projects
     first_step_seconds: float  # from the start of the process
 
 

@@ -79,8 +79,8 @@ class Work:
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
     def batches(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Return (tokens, targets), each (batch_size, seq_len), for a peer. They are in memory
-        before the measurement starts, so that reading takes no time."""
+        """Return micro-batches for a peer: (tokens, targets), each (batch_size, seq_len). They are
+        in memory before the measurement starts, so that reading takes no time."""
         text = PackedDataset(self.data, "train", self.seq_len)
         made = []
         for first in range(0, max(4, self.accumulation_steps) * self.batch_size, self.batch_size):
@@ -90,7 +90,7 @@ class Work:
         return made
 
 
-SIZES = {  # "360m" has the shape of Method 1
+SIZES = {  # "360m" has the shape of Method 1 in README.md
     "3m": Work(dim=192, n_layers=4, batch_size=16, seq_len=256, n_heads=4),
     "26m": Work(dim=512, n_layers=8, batch_size=8, seq_len=512),
     "104m": Work(dim=768, n_layers=16, batch_size=8, seq_len=512),

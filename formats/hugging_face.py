@@ -1,7 +1,7 @@
 """Convert a model to Hugging Face's Llama and back: weights, settings and tokenizer.
 
-A model with experts becomes a Qwen2-MoE whose shared expert is empty (width 0). The routers compute
-the same: a softmax over all experts, by default not divided by the sum over the chosen ones.
+A model with experts becomes a Qwen2-MoE whose shared expert is empty (width 0). Both routers
+compute a softmax over all experts, by default not divided by its sum over the chosen experts.
 
 Rotary embedding rotates pairs of channels of a head. Here, as in Llama's own release, a pair is
 (0, 1), (2, 3), …; in Hugging Face's Llama it is (j, j + head_dim/2). The rows of wq and wk, which
@@ -54,8 +54,8 @@ IN_LAYER = {
 
 
 def reordered(weight: Tensor, *order: int) -> Tensor:
-    """Reorder rows of wq or wk, (heads · head_dim, dim). `order` is their order before: (heads,
-    head_dim/2, 2) is ours, (heads, 2, head_dim/2) is Hugging Face's. The result has the other."""
+    """Reorder rows of wq or wk, (heads · head_dim, dim). `order` is the old order: ours is
+    (heads, head_dim/2, 2), Hugging Face's is (heads, 2, head_dim/2). The result has the other."""
     return weight.unflatten(0, order).transpose(1, 2).reshape_as(weight)
 
 
@@ -269,10 +269,10 @@ def is_export(folder: Path) -> bool:
 
 
 def write_model(folder: Path, model: Transformer, tokenizer: Tokenizer, dtype: str) -> None:
-    """Write weights and settings. Raises UsageError if a weight overflows."""
+    """Write weights and settings. Raises UsageError for shared experts, or for an overflow."""
     config = model.config
     if config.n_shared_experts:
-        raise UsageError("transformers has no Llama with shared experts: it cannot be exported")
+        raise UsageError("transformers has no Llama with shared experts: no export is possible")
     kind = getattr(torch, dtype)
     weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}
     for key, weight in weights.items():
@@ -309,7 +309,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         "model_max_length": max_seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        # Without a chat template, "<s>" in a text is text. A chat template itself escapes it.
+        # Without a chat template, "<s>" in a text is text. The chat template escapes it.
         "split_special_tokens": not chat,
     }
     if chat:

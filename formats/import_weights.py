@@ -41,7 +41,7 @@ from formats.portable import (
 from model.config import LMConfig
 
 PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # added by DDP and torch.compile
-# Settings of Llama 1 and 2 that do not follow from the shapes of weights.
+# Defaults in Meta's code of Llama 1 and 2. These settings do not follow from the weights.
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": 2048}
 
 
@@ -102,7 +102,7 @@ def is_import(folder: Path) -> bool:
 def _read_file(
     path: Path, weights: dict[str, Tensor], settings: dict
 ) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Return config and our weights. Raises UsageError if n_heads or a weight is missing."""
+    """Return config and renamed weights. Raises UsageError if n_heads or a weight is missing."""
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     if theirs := any(name in weights for name in OUTER.values()):
@@ -123,7 +123,7 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
             content = dict(torch.load(path, "cpu", weights_only=True))
     except (MemoryError, OSError, WeightsError):
         raise
-    except Exception as error:  # a damaged pickle can raise any class
+    except Exception as error:  # a damaged pickle can raise any exception
         raise WeightsError(f"{path}: not a state dict, or holds code, which is not run") from error
     beside = path.with_name("params.json")
     said = read_json(beside) if beside.exists() else {}

@@ -20,7 +20,7 @@ FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # ends of name
 
 
 def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lora: LoRA) -> None:
-    """Write the trained parameters: adapters, and whole matrices as PEFT's modules_to_save."""
+    """Write the trained parameters: adapters, and whole weights as PEFT's modules_to_save."""
     tensors, adapted, whole = {}, {}, {}  # the last two are ordered sets of module names
     for name, tensor in weights.items():
         layer, _, kind = name.rpartition(".")
@@ -29,7 +29,7 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
             (tensor,) = to_llama(config, {f"{layer}.weight": tensor}).values()
         (whole if kind == "weight" else adapted)[theirs] = None
         tensors[f"{PREFIX}{theirs}.{FACTORS.get(kind, kind)}"] = tensor
-    if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT would untie them
+    if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT unties the two
         whole["lm_head"] = None
         tensors[f"{PREFIX}lm_head.weight"] = weights["tok_embeddings.weight"].clone()
     save_tensors(folder / ADAPTER_WEIGHTS, tensors)

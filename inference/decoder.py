@@ -19,9 +19,9 @@ from model.lora import weight_of
 class Packed:
     """Compute x Wᵀ, where W stacks the weights of layers with the same input.
 
-    On a CPU, a bf16 W or a large fp32 W is reordered once into oneDNN's blocks. This doubles the
-    speed of products with a few rows (benchmarks/generation.py). For a small fp32 W, `F.linear` is
-    faster, because each call of oneDNN takes 10 µs."""
+    On a CPU with oneDNN, a bf16 W or a large fp32 W is reordered once into blocks. If x has few
+    rows, the product is then about twice as fast (docs/lab-log.md). For a small fp32 W, `F.linear`
+    is faster, because each call of oneDNN costs 10 µs."""
 
     def __init__(self, *layers: nn.Linear, dtype: torch.dtype):
         self.weight = torch.cat([weight_of(layer).detach() for layer in layers]).to(dtype)
@@ -69,7 +69,7 @@ def project_gate(feed_forward: FeedForward, dtype: torch.dtype) -> Callable:
 
 def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transformer:
     """Return a copy of the model for generation, with weights in `dtype` and adapters merged. If
-    the model has this dtype, its norms and its embedding are shared, not copied."""
+    the model has this dtype, the copy shares its norms, its embedding and its experts."""
 
     def fused(norm: nn.Module) -> Callable:
         weight = norm.weight.detach().to(dtype)
@@ -107,7 +107,7 @@ def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transforme
 
 
 def _replace(module: nn.Module, **others) -> None:
-    """Replace submodules by functions: module calls take a tenth of a small model's time."""
+    """Replace submodules and parameters: module calls take a tenth of a small model's time."""
     for name, other in others.items():
         delattr(module, name)
         setattr(module, name, other)
@@ -115,7 +115,7 @@ def _replace(module: nn.Module, **others) -> None:
 
 def record(run: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:
     """Record the kernels of `run` in a CUDA graph, without running them. Return a function that
-    launches them all at once for new tokens. The tensor that it returns is always the same."""
+    launches them all at once for new tokens. Each call overwrites and returns the same tensor."""
     graph, tokens = torch.cuda.CUDAGraph(), tokens.clone()
     # The first context selects the GPU of `tokens`, and restores the stream after an error.
     with torch.cuda.stream(torch.cuda.current_stream(tokens.device)), torch.cuda.graph(graph):
@@ -133,7 +133,7 @@ class Decoder:
     """Compute the logits of the next token, for prompts and then token by token.
 
     Args:
-        model: if its weights change, make a new decoder, because a decoder copies most weights.
+        model: if its weights change, make a new decoder, because a decoder copies weights.
         dtype: dtype of weights and cache; None keeps the model's. Logits are always fp32.
         divided: True if ZeRO-3 divides the model; all processes must then make the same calls."""
 
@@ -142,7 +142,7 @@ class Decoder:
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.device = model.tok_embeddings.weight.device
         self.forward = model if divided else prepare_for_generation(model, self.dtype).forward
-        # Launches take most of a step. Experts may wait for the GPU, which a graph cannot record.
+        # Launching kernels takes most of a step. A graph cannot wait for the GPU, but experts may.
         self.recorded = self.device.type == "cuda" and not (divided or model.config.use_moe)
 
     @torch.inference_mode()
@@ -160,7 +160,7 @@ class Decoder:
         """Append `tokens`, int64 (B, 1), to the cache. Return the fp32 logits of the next token,
         (B, vocab_size), valid until the next step. Raises ValueError if a sequence is too long."""
         cache.advance()
-        # The first pass with new tensors is not recorded: it loads what the kernels need.
+        # The first pass with a cache of this shape is not recorded: it loads what the kernels need.
         if self.recorded and cache.mask is not None and not cache.replay:
             try:
                 cache.replay = record(partial(self._logits, cache=cache), tokens)

@@ -20,8 +20,8 @@ from model.transformer import Transformer
 
 @dataclass(kw_only=True, eq=False)
 class Continuation:
-    """One prompt and its new tokens. Whenever both together exceed the context, the oldest
-    tokens are dropped until half a context is left.
+    """One prompt and its new tokens. Whenever the context is full, the model goes on with the
+    newest tokens only, half a context of them.
 
     Args:
         prompt: token ids, at least one.
@@ -89,7 +89,7 @@ class StreamedText(Continuation):
         self._before = self.tokenizer.encode("x")
         self._skipped = len(self.tokenizer.decode(self._before))  # characters to drop: the "x"
         self._skipped += bool(self.next_ids)  # the first piece repeats the prompt's space
-        self._n_decoded = 0  # ids before this index are decoded for good
+        self._n_decoded = 0  # ids before this index are never decoded again
         self._held = ""  # decoded but not delivered
 
     def take(self, token: int) -> None:
@@ -173,7 +173,7 @@ class Batch:
             self._cache.keep(rows)
             tokens = tokens[rows]
         if self._cache.longest == self._cache.context:
-            self._cache = None  # free its memory before the next cache needs it
+            self._cache = None  # free the memory for the next cache
             self._cache, self._logits = self._read(self.texts)
         else:
             self._logits = self.decoder.step(tokens[:, None], self._cache)

@@ -11,8 +11,8 @@ from common.parser import is_text
 
 
 def read_prompts(given: list[str], path: str | None) -> list[str]:
-    """Return the prompts in `given`, then those in a file: one per line, in a .jsonl file under the
-    key "prompt". "-" means stdin. Raises UsageError without a prompt, or if one is bad."""
+    """Return the prompts in `given` and in the file `path` ("-": stdin). Each line is a prompt or,
+    in a .jsonl file, an object with the key "prompt". Raises UsageError for bad prompts or none."""
     prompts = list(given)
     if path:
         try:
@@ -39,7 +39,7 @@ def require_text(prompt: str) -> str:
 def converse(answer: Callable[[str], None]) -> None:
     """Call `answer` with each line of stdin until Ctrl-D. Ctrl-C only stops the current answer.
     Raises UsageError if a line is refused and stdin is not a terminal."""
-    if isinstance(sys.stdin, io.TextIOWrapper):  # else a bad byte fails before any answer
+    if isinstance(sys.stdin, io.TextIOWrapper):  # by default a bad byte raises before any answer
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:

@@ -52,7 +52,7 @@ class Sampling:
 
 
 def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tensor":
-    """Return a copy of the logits, (B, vocab_size). Tokens of texts[i] are less likely in row i."""
+    """Return a copy of the logits, (B, vocab_size). Penalise the tokens of texts[i] in row i."""
     logits = logits.clone()
     for row, text in zip(logits, texts, strict=True):
         seen = row[text]

@@ -22,8 +22,8 @@ def write_continuations(
     prompts: list[str],
     flags: argparse.Namespace,
 ) -> None:
-    """Print continuations of each prompt, and the speed. Print token by token if batches have size
-    1 and there is no --jsonl. `flags`: see scripts.generate. A too long prompt is a UsageError."""
+    """Print continuations of each prompt, and the speed. Print token by token if the batch size is
+    1, without --jsonl. `flags`: see scripts.generate. Raises UsageError if a prompt is too long."""
     repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
     context = decoder.config.max_seq_len
     size = min(flags.batch_size, len(repeated))
@@ -92,7 +92,7 @@ class Chat:
     def ask(self, question: str) -> list[int]:
         """Append a question and return the ids of the prompt. Raises UsageError if the question
         alone is too long; the conversation is then unchanged."""
-        # Keep a quarter of the context free for the answer.
+        # Keep up to a quarter of the context free for the answer.
         reserve = min(self.max_new_tokens or self.context, max(1, self.context // 4))
         before = [Turn("system", self.system)] if self.system else []
         turns = [*self.turns, Turn("user", question)]

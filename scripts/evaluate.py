@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     source = f"prepared folder, {', '.join(SUFFIXES)} file, folder of files, or '{BUILTIN}'"
     add("--data", help=f"{source} (default: the data of the run)")
     tasks = ("packed", "text", "choice", "conversations")
-    add("--task", choices=tasks, help="kind of --data (default: by its first line)")
+    add("--task", choices=tasks, help="kind of --data (default: detected from it)")
     add("--text_column", help="key or column of the text in .jsonl, .csv, .parquet (default: text)")
     add("--split", choices=("val", "train"), help="split of prepared data (default: val)")
     add("--stride", type=at_least_1, help="tokens between windows (default: half of max_seq_len)")

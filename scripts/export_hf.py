@@ -1,4 +1,4 @@
-"""Export a model to a Hugging Face folder, which transformers loads as a Llama.
+"""Export a model to a Hugging Face folder, which transformers loads as a Llama or Qwen2-MoE.
 
 python -m scripts.export_hf out/runs/NAME out/hf/NAME
 """

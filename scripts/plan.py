@@ -37,7 +37,7 @@ PLAN_FLAGS = "num_processes", "vocab_size", "gpu_memory", "device", "mfu", "toke
 
 @one_line_errors("plan", UsageError, ConfigError)
 def main(argv: list[str] | None = None) -> None:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns of a missing GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # by default DeepSpeed warns if there is no GPU
     parser = build_parser(only=TRAINING_FLAGS)
     parser.prog, parser.description = "python -m scripts.plan", __doc__
     add = parser.add_argument_group("plan").add_argument

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     address = f"http://{args.host}:{bound.getsockname()[1]}"
     say(f"{served.name} at {address} (a page), {address}/v1 (OpenAI's interface)")
     if args.host not in LOCAL:
-        say("WARNING: anyone who can reach this machine can use it: there is no API key")
+        say("WARNING: anyone who can reach this machine can use the model: there is no API key")
     Server(served).run(sockets=[bound])
 
 

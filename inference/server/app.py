@@ -44,7 +44,7 @@ class Served:
 
 
 class ApiError(HTTPException):
-    """A refused request, in the form of OpenAI's errors. `param` names the wrong field."""
+    """An HTTP error in the form of OpenAI's errors. `param` names the wrong field, if any."""
 
     def __init__(self, status: int, message: str, param=None, code=None):
         kind = "server_error" if status >= 500 else "invalid_request_error"
@@ -93,8 +93,8 @@ def make_app(served: Served) -> FastAPI:
 
 
 async def read(form: type[GenerationRequest], request: Request) -> GenerationRequest:
-    """Parse the body of a request. Raises ApiError if it is too large, or not JSON like `form`."""
-    # Without a CORS preflight, browsers let any web page send text/plain and forms, not JSON.
+    """Parse the body of a request. Raises ApiError if its type, size or content is wrong."""
+    # Browsers let any web page send text/plain and forms here, but JSON only after a preflight.
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise ApiError(400, "the Content-Type must be application/json")
     body = b""
@@ -112,7 +112,7 @@ async def read(form: type[GenerationRequest], request: Request) -> GenerationReq
 
 
 async def answer(served: Served, form: type[GenerationRequest], request: Request) -> Response:
-    """Answer a request. Raises ApiError if the request is refused."""
+    """Answer a request. Raises ApiError if the request is refused, or if generation fails."""
     fields = await read(form, request)
     if fields.model not in (None, served.name):
         message = f"there is no model {fields.model!r} here, only {served.name!r}"
@@ -172,7 +172,7 @@ class Reply:
         return JSONResponse(self._form("chat.completion", said, finish_reason) | usage(text))
 
     async def events(self, text: StreamedText, with_usage: bool) -> AsyncIterator[str]:
-        """Yield server-sent events, one for each piece of text."""
+        """Yield server-sent events: the beginning, each piece that is not empty, and the end."""
         if self.chat:
             yield event(self._chunk(role="assistant", content=""))
         finish_reason = None

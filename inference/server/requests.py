@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's API: https://platform.openai.com/docs/api-reference.
 
-The fields top_k, min_p and repetition_penalty are vLLM's. inference/sampling.py limits values.
+The fields top_k, min_p and repetition_penalty are vLLM's. inference/sampling.py has the limits.
 """
 
 import random
