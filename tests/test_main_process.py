@@ -10,7 +10,7 @@ from training.engine.main_process import on_every_process, on_main_process, requ
 
 
 def engine_with_answers(monkeypatch, *everyone, rank: int = 0) -> Engine:
-    """Return an engine whose ranks, each on its own machine, exchange the values `everyone`."""
+    """Return the engine of rank `rank`. Rank i runs on machine node{i} and gives everyone[i]."""
     known = [(mine, f"node{at}") for at, mine in enumerate(everyone)]
     monkeypatch.setattr(main_process, "_gather", lambda engine, mine: known)
     accelerator = SimpleNamespace(is_main_process=rank == 0, num_processes=len(everyone))
@@ -21,7 +21,7 @@ SINGLE = Engine(SimpleNamespace(is_main_process=True, num_processes=1), "single 
 
 
 def never():
-    raise AssertionError("called on another process than the main one")
+    raise AssertionError("called on a process other than the main process")
 
 
 def test_the_main_process_decides_for_all(monkeypatch):

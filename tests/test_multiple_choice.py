@@ -82,7 +82,7 @@ def test_with_the_template_the_answer_and_its_end_token_are_scored(tokenizer):
 
 
 def naive(model, tokenizer, fields: dict) -> tuple[int, int]:
-    """Return the likeliest choice and the choice likeliest per byte, by scoring token by token."""
+    """Score token by token. Return the index of the likeliest choice, in total and per byte."""
     context = [tokenizer.bos_id, *tokenizer.encode(fields["question"])]
     whole, per_byte = [], []
     for choice in fields["choices"]:
@@ -117,8 +117,8 @@ def test_the_accuracy_equals_that_of_naive_scoring(scorer, tokenizer):
         assert answered(scorer, tokenizer, other)[name] == 0
 
 
-def test_units_truncated_questions_and_chance_are_counted(scorer, tokenizer):
-    found = answered(scorer, tokenizer, [*QUESTIONS, QUESTIONS[0]])  # a repetition counts
+def test_questions_and_truncated_questions_are_counted_and_chance_is_a_mean(scorer, tokenizer):
+    found = answered(scorer, tokenizer, [*QUESTIONS, QUESTIONS[0]])  # a repeated question counts
     assert (found["units"], found["truncated"]) == (6, 1)
     assert found["chance"] == pytest.approx((1 / 4 + 1 / 3 + 1 / 2 * 2 + 1 / 3 + 1 / 4) / 6)
 

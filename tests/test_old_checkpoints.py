@@ -2,8 +2,8 @@
 
 In the first format the model's shape was part of "identity", and AdamW was the only optimizer. The
 checkpoint in the second format was trained with Muon. An old version wrote each checkpoint after
-step 2, with FLAGS on a CPU. The same version computed LOSSES, of steps 3 and 4, and the weights of
-step 4. Another CPU may round the last digits of matrix products differently.
+step 2, with FLAGS and OWN_FLAGS on a CPU. The same version computed the LOSSES of steps 3 and 4 and
+the weights of step 4. The test allows small differences, because CPUs round products differently.
 """
 
 import json

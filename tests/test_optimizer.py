@@ -93,7 +93,7 @@ def test_flags_set_the_schedule():
     assert [rate(step) for step in (1, 7, 70)] == pytest.approx([3e-3 / 7, 3e-3, 3e-3])
     assert [rate(step) for step in (85, 100)] == pytest.approx([0.75 * 3e-3, 0.5 * 3e-3])
     assert from_flags("", 100).schedule == "cosine"
-    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # 5%
+    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # 5% of steps
         assert from_flags("", total).warmup_steps == warmup
     for warmup in (0, 10):
         assert from_flags(f"--warmup_steps {warmup}", 10).warmup_steps == warmup
@@ -124,7 +124,7 @@ def names_in(model: Transformer, groups: list[dict]) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_matrices_decay_norms_do_not_and_muon_updates_the_matrices_of_the_blocks(tie_embeddings):
+def test_matrices_but_not_norms_decay_and_muon_updates_the_matrices_of_blocks(tie_embeddings):
     model = tiny(tie_embeddings=tie_embeddings)
     names = {name for name, _ in model.named_parameters()}
     norms = {name for name in names if "norm" in name}
@@ -138,7 +138,7 @@ def test_matrices_decay_norms_do_not_and_muon_updates_the_matrices_of_the_blocks
     assert names_in(model, optimizer.param_groups) == [blocks, names - norms - blocks, norms]
 
 
-def test_adamw_is_built_here_unless_the_deepspeed_file_has_an_optimizer():
+def test_adamw_is_from_torch_unless_the_deepspeed_file_has_an_optimizer():
     optimizer = build(tiny(), deepspeed={"zero_optimization": {"stage": 2}})
     assert type(optimizer) is torch.optim.AdamW
     for group, decay in zip(optimizer.param_groups, (0.2, 0.0), strict=True):
@@ -172,7 +172,7 @@ def test_the_flags_set_the_group_of_muon_and_the_groups_of_adamw():
         (True, "float32", torch.float32),
     ],
 )
-def test_muon_orthogonalises_in_bf16_if_the_device_supports_it(monkeypatch, has_bf16, dtype, by):
+def test_muon_uses_fp32_for_dtype_float32_or_a_gpu_without_bf16(monkeypatch, has_bf16, dtype, by):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_bf16 is not None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     assert build(tiny(), dataclasses.replace(MUON, dtype=dtype)).dtype == by
@@ -217,7 +217,7 @@ def test_muon_in_fp32_equals_its_formula(monkeypatch, at_once):
         for p, momentum, gradient in zip(by_hand, momenta, gradients(step), strict=True):
             momentum += (1 - MOMENTUM) * (gradient.double() - momentum)
             update = (1 - MOMENTUM) * gradient.double() + MOMENTUM * momentum
-            norms = update.norm(dim=(-2, -1), keepdim=True)  # the first dimension counts experts
+            norms = update.norm(dim=(-2, -1), keepdim=True)  # one norm per expert
             u, sigma, v = torch.linalg.svd(update / norms, full_matrices=False)
             for a, b, c in NEWTON_SCHULZ:
                 sigma = a * sigma + b * sigma**3 + c * sigma**5
@@ -284,7 +284,7 @@ def test_muon_updates_partitions_like_whole_matrices(processes, gap, monkeypatch
         assert largest_difference([result.view_as(p)], [p]) < 1e-6
 
 
-def test_a_zero_gradient_only_decays_and_a_skipped_step_changes_nothing():
+def test_a_zero_gradient_only_decays_weights_and_a_skipped_step_changes_nothing():
     (p,) = parameters = matrices([(8, 8)])
     before, optimizer = p.detach().clone(), muon_of(parameters)
     for found_inf, factor in ((1, 1.0), (0, 1 - LR * DECAY)):  # as a GradScaler sets it

@@ -41,7 +41,7 @@ def take(n_micro_batches: int, **settings) -> list[list[int]]:
 
 
 def stream(n: int, **settings) -> list[int]:
-    """The first n samples in the order in which all processes together consume them."""
+    """Return the first n samples in the order in which all processes together consume them."""
     return [sample for batch in take(n, batch_size=1, **settings) for sample in batch]
 
 
@@ -75,7 +75,7 @@ LENGTHS = np.random.default_rng(0).geometric(0.02, 700)
 
 
 def by_length(n: int, world_size=1, batch_size=8, accumulation=1, **settings) -> list[int]:
-    """The first n samples in the order in which all processes together consume them."""
+    """Return the first n samples in the order in which all processes together consume them."""
     size = world_size * batch_size * accumulation
     settings |= {"world_size": world_size, "lengths": LENGTHS, "global_batch": size}
     ranks = range(world_size)

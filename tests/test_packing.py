@@ -47,8 +47,8 @@ def stream(out: Path, split: str) -> np.ndarray:
 
 
 def documents(out: Path, split: str) -> list[str]:
-    """Read the texts of the shards without this project's code. Each text has BOS before and EOS
-    after it."""
+    """Decode the texts of the shards with SentencePiece itself. Check that each text has BOS before
+    it and EOS after it."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
     tokens = stream(out, split)
     begins, ends = (np.flatnonzero(tokens == id) for id in (model.bos_id(), model.eos_id()))
@@ -86,7 +86,7 @@ def test_every_document_is_in_one_split_in_the_order_of_the_corpus(packed):
 
 
 def test_the_split_never_changes():
-    """If it did, documents would move to the other split when data is prepared again."""
+    """A hash chooses a document's split. Another hash would move documents to the other split."""
     assert hash_of("句".encode()) == 1228714624519560309
     assert hash_of("句".encode(), digest_size=16) == 12239898487114312437
 
@@ -125,7 +125,7 @@ def test_training_documents_are_tokenized_in_several_ways_and_validation_documen
     assert sum(differ) > len(differ) / 2  # a document with few pieces may not differ
 
 
-def test_without_a_validation_share_all_is_for_training(tmp_path, packed):
+def test_all_documents_are_for_training_without_a_validation_share(tmp_path, packed):
     tokenizer = str(packed / "tokenizer.model")
     pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # the next calls must not use its tokenizer
     out = pack_documents(DOCUMENTS[:50], tmp_path, val_fraction=0, tokenizer=tokenizer)

@@ -21,7 +21,7 @@ LINE = re.compile(rf'<path d="([^"]*)"[^>]*style="fill: none; stroke: ({"|".join
 
 
 class Page(HTMLParser):
-    """The elements and the visible text of a page. Fails if tags do not nest."""
+    """Collects the elements and the visible text of a page. Fails if tags do not nest."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -200,7 +200,7 @@ def test_several_runs_share_charts_and_a_table_lists_their_differences(tmp_path)
     assert "seed" not in page.words
     drawing = page.figures["Training loss"]
     assert [color for _, color in LINE.findall(drawing)] == [*COLORS[:2]]
-    # Steps of different sizes are compared over tokens: a reaches half of the way, b the end.
+    # The runs' steps have different sizes, so the axis has tokens: a ends at 10,000, b at 20,000.
     assert "tokens</text>" in drawing
     left = float(re.search(r'<rect x="([\d.]+)"', drawing)[1])
     a, b = (max(x for x, _ in line[0]) - left for line in lines(drawing))

@@ -1,4 +1,4 @@
-"""Which elements of each parameter a ZeRO partition has, for imitations of DeepSpeed's layouts."""
+"""A ZeRO partition has the right elements of each parameter. DeepSpeed's layouts are imitated."""
 
 from types import SimpleNamespace
 

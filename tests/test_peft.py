@@ -52,7 +52,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-def test_peft_on_the_exported_base_gives_equal_logits_and_what_it_merges_can_be_imported(run):
+def test_peft_on_the_exported_base_gives_equal_logits_and_its_merged_model_can_be_imported(run):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

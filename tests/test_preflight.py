@@ -1,4 +1,4 @@
-"""What run_accelerate.sh does before it starts processes: check the launch, choose the flags."""
+"""Before run_accelerate.sh starts processes, it checks the launch and chooses the flags."""
 
 import importlib
 import json
@@ -49,7 +49,7 @@ def flags(packed) -> list[str]:
 
 @pytest.fixture
 def config_file(tmp_path):
-    """Writes the launcher's configuration of the repository with changes; returns its path."""
+    """Writes a copy of accelerate_config.yaml with changes; returns the path of the copy."""
 
     def write(ds_config: str | dict | None = None, **changes) -> str:
         config = yaml.safe_load((REPOSITORY / ZERO_2).read_text(encoding="utf-8"))
@@ -205,7 +205,7 @@ def test_a_run_to_resume_gives_the_flags_that_are_not_typed(flags, run_of):
 
 
 def bytes_for(batch_size: int) -> int:
-    """Return the bytes that a micro-batch of the tiny model needs on a GPU under ZeRO-2."""
+    """Return the bytes that training the tiny model with this batch needs on a GPU under ZeRO-2."""
     args, _ = parse_arguments(["--batch_size", str(batch_size)])
     work = Workload(
         args=args,
@@ -235,7 +235,7 @@ def test_on_a_gpu_the_micro_batch_fits_and_has_at_most_32768_tokens(
 
 
 def dial_of(flags: list[str], monkeypatch, processes: int = 1, config: str = ZERO_2, **environ):
-    """Return the dial of a command that started just now."""
+    """Return the `Dial` of a command that started just now."""
     request = Request({"CONFIG": config} | environ, flags)
     typed = vars(build_parser(request.kind).parse_args(flags))
     shape = shape_settings(*SHAPES[0], typed)

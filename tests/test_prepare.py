@@ -1,4 +1,4 @@
-"""What a run takes from its flags, its data, --init_from and --teacher before it is built."""
+"""`prepare` takes shape, data and weights of a run from its flags, --init_from and --teacher."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def config(typed: str, weights: Path, packed: Path) -> LMConfig:
     return prepared(typed, packed, weights).config
 
 
-def test_without_init_from_the_flags_and_the_data_decide_the_shape(packed):
+def test_the_flags_and_the_data_decide_the_shape_without_init_from(packed):
     found = prepared("--dim 64 --max_seq_len 16", packed)
     assert found.config == LMConfig(dim=64, max_seq_len=16, vocab_size=400)
     assert found.source is None
@@ -151,8 +151,8 @@ def test_a_validation_split_without_a_fitting_row_gives_no_validation_set(tmp_pa
 
 @pytest.fixture
 def runs(packed, tmp_path) -> Path:
-    """A folder of two pretraining runs. The older run has sequences of 16. The newer run has
-    sequences of 24, and its data are gone."""
+    """A folder of two pretraining runs. The older run has sequences of 16 tokens. The newer run has
+    sequences of 24 tokens, and its data are gone."""
     for age, (name, length, data) in enumerate((("newer", 24, "gone"), ("older", 16, packed))):
         run = RunFolder(tmp_path / "elsewhere" / name)
         config = LMConfig(**CONFIG.to_dict() | {"max_seq_len": length})

@@ -16,7 +16,7 @@ SMALL = ["--vocab_size", "300", "--workers", "1", "--segmentations", "1"]
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch) -> Path:
-    """An empty folder with a small corpus, in which the command runs."""
+    """A folder with only a small corpus. The command runs in this folder."""
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "sums.jsonl", 60)
     return tmp_path
@@ -28,7 +28,7 @@ def contents(folder) -> dict[str, bytes]:
 
 
 def refused(capfd, *flags: str, usual=SMALL) -> str:
-    """Return the error line of the command with these flags, which must fail."""
+    """Run the command, which must refuse these flags; return its error line."""
     with pytest.raises(SystemExit, match="2"):
         main([*usual, *flags])
     out, err = capfd.readouterr()

@@ -24,7 +24,7 @@ def clock(monkeypatch) -> Clock:
 
 
 class DeepSpeedEngine:
-    """Updates the weights inside backward, as DeepSpeed's engine does."""
+    """Imitates DeepSpeed's engine. Accelerate and `run_step` call `step` in the backward phase."""
 
     def __init__(self, clock: Clock):
         self.clock = clock

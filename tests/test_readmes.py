@@ -133,7 +133,7 @@ def test_the_flag_tables_are_those_of_the_parser():
 
 
 def module_commands(text: str) -> list[tuple[str, set[str]]]:
-    """Return (module, its flags) for every `-m MODULE` of this project and every bare module."""
+    """Return (module, its flags) for every `-m MODULE` or `MODULE` of this project."""
     ours = r"(?:.* -m |)((?:scripts|benchmarks|training)\.\w+)(?!\w)(.*)"
     matches = [re.fullmatch(ours, line) for line in typed(text)]
     return [(m[1], flags_in(m[2])) for m in matches if m and m[1] != "scripts.NAME"]

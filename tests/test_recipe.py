@@ -1,4 +1,4 @@
-"""The recipe of run_accelerate.sh: what it chooses for a text, a speed and a time."""
+"""The recipe of run_accelerate.sh chooses a model and a batch for a text, a speed and a time."""
 
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def test_a_small_text_is_read_at_most_the_maximum_number_of_passes():
 
 @pytest.mark.parametrize("tokens", [2e5, 3.7e6])
 @pytest.mark.parametrize("processes", [1, 8, 64])
-def test_a_batch_leaves_200_steps_on_any_number_of_gpus(tokens, processes):
+def test_a_batch_leaves_200_steps_unless_its_micro_batches_have_one_sequence(tokens, processes):
     task = replace(TEXT, seconds=600, tokens=tokens, most_passes=15, processes=processes)
     plan = choose(task, [replace(model, rows=8 * model.rows) for model in MODELS], at(4e14))
     together = plan.model.rows * plan.model.length * plan.accumulation * processes

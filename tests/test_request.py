@@ -53,7 +53,7 @@ def test_each_gpu_gets_a_process_unless_a_number_is_set(environ, gpus, processes
 
 
 @pytest.mark.parametrize("environ", [{"NUM_PROCESSES": "0"}, SEVERAL | {"NUM_PROCESSES": "3"}])
-def test_a_number_of_processes_that_cannot_be_divided_is_refused(environ):
+def test_processes_that_are_no_positive_multiple_of_the_machines_are_refused(environ):
     with pytest.raises(UsageError, match="positive multiple of NUM_MACHINES"):
         Request(environ, []).processes(1)
 

@@ -1,4 +1,4 @@
-"""Which run is started or resumed, whether it is the same run, and its settings file."""
+"""A command starts or resumes the right run, refuses a different run, and writes its settings."""
 
 import dataclasses
 import json
@@ -86,7 +86,7 @@ def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path):
 
 
 def test_a_run_of_another_program_is_refused(tmp_path):
-    """It is refused with any value of --resume, and without --resume."""
+    """The run is refused with any value of --resume, and without --resume."""
     run = make_run(tmp_path / "first", 10)
     (run / "settings.json").write_text("{}")  # without "program": an old file of pretraining
     for resume in (None, "auto"):
@@ -168,7 +168,7 @@ MINE, OTHERS = (
 def saved_by(
     path: Path, args: TrainingArguments, processes: int = 1, form: str = "new", **changes
 ) -> StartingPoint:
-    """Make the checkpoint of a run of CONFIG on MINE with this number of processes.
+    """Make a checkpoint of a run with the model CONFIG, the data MINE and `processes` processes.
 
     Args:
         form: "old" is the format whose identity contains the shape of the model.

@@ -81,7 +81,7 @@ def test_bfloat16_scores_are_close_but_not_equal(scorer):
 
 
 def naive_nll(model, ids: list[int], stride: int) -> float:
-    """Score token by token. The context of ids[t] starts where the first window with it starts."""
+    """Score token by token. The first window that predicts ids[t] gives the context of ids[t]."""
     total = 0.0
     for t in range(1, len(ids)):
         start = stride * max(0, math.ceil((t - SEQ_LEN) / stride))

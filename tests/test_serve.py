@@ -112,7 +112,7 @@ def test_a_client_that_disconnects_cancels_its_answer(client, server, stream):
 
 
 def opened(server: LiveServer, text: bytes) -> socket.socket:
-    """Return a connection that the server knows, after sending this beginning of a request."""
+    """Send the beginning of a request; return the connection when the server knows it."""
     connection = socket.create_connection(server.address, timeout=SAFETY_NET_SECONDS)
     connection.sendall(text)
     mine, state = connection.getsockname(), server.server.server_state

@@ -1,4 +1,4 @@
-"""Which models may be trained together, and the step from which they resume."""
+"""Models that may be trained together, and the step from which they resume and save together."""
 
 import json
 import re

@@ -89,7 +89,7 @@ def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
 
 
 def test_one_gpu_is_told_what_it_would_save_without_an_engine(run_of):
-    """Bytes per parameter: ZeRO-2 18, its buckets 4, whole gradients 4; plain 16, bf16 copies 2."""
+    """Bytes per parameter: ZeRO-2 18, buckets 4, `coalesces` 4 more; plain 16, bf16 copies 2."""
     run = run_of(device="cuda", args=TrainingArguments(dtype="bfloat16"))
     kind, n = run.engine.kind, run.prepared.shapes.num_parameters()
     for processes, device, engine, saved in (
@@ -199,7 +199,7 @@ def test_compiled_code_of_one_call_is_dropped_before_the_next():
     assert len(compiled) == 2
 
 
-def test_an_interrupt_saves_returns_and_prints_the_command_that_resumes(
+def test_main_saves_and_returns_after_an_interrupt_and_prints_the_resume_command(
     flags, tmp_path, capsys, monkeypatch
 ):
     run, steps, clip = tmp_path / "a", [], Run.clip_gradients

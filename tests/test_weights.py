@@ -47,7 +47,7 @@ def run(tmp_path, packed) -> Path:
 
 @pytest.fixture
 def weights(run, packed) -> Path:
-    """The final weights of the same run, which finish it; their seed is 30."""
+    """The final weights of `run`, which mark the run as finished; their seed is 30."""
     save_portable(run / "weights", LMConfig(**SHAPE), weights_of(model_of(30)))
     shutil.copy(packed / "tokenizer.model", run / "weights")
     return run / "weights"
@@ -70,7 +70,7 @@ def test_an_unfinished_run_opens_its_newest_checkpoint(run):
 
 def test_a_finished_run_opens_its_weights_which_also_work_alone(run, weights, tmp_path):
     assert seed_of(run) == seed_of(weights) == 30
-    assert seed_of(weights.rename(tmp_path / "elsewhere@best")) == 30  # a folder's name
+    assert seed_of(weights.rename(tmp_path / "elsewhere@best")) == 30  # "@best" is in its name
 
 
 def test_an_opened_model_has_the_name_of_its_run_and_its_folder(run, weights, tmp_path):

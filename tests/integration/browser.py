@@ -13,12 +13,12 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage
 
 
 def find_browser() -> str | None:
-    """Return the path in the variable CHROMIUM, or of the first installed of NAMES, or None."""
+    """Return the variable CHROMIUM, else the first installed program of NAMES, or None."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One page in a browser process. `problems` holds the errors of the page's console.
+    """One page in a browser process. `problems` holds exceptions, console errors and log entries.
 
     Args:
         executable: the path of Chromium.

@@ -22,7 +22,7 @@ class MaskedDataset(PackedDataset):
 
 
 if __name__ == "__main__":
-    # Compute the loss in chunks of 100 tokens with 400 logits each, as for a large vocabulary.
+    # Compute the loss in chunks, as for a large vocabulary: at most 100 tokens of 400 logits each.
     loss.LARGE_VOCABULARY, loss.CHUNK_LOGITS = 0, 100 * 400
     TrainingArguments.dataset = MaskedDataset
     all_reduce, counts = comm.all_reduce, []

@@ -1,4 +1,4 @@
-"""Models larger than a GPU: memory and scripts.generate under ZeRO-3."""
+"""Models larger than the memory of a GPU: weights per process and scripts.generate under ZeRO-3."""
 
 import json
 import sys

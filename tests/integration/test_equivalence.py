@@ -41,7 +41,7 @@ PLAIN, ACCUMULATED, DDP, ZERO_1, ZERO_2 = (
 
 
 HOW, DATASETS = ("clipped", "muon", "masked", "experts"), {"masked": MaskedDataset}
-EXPERTS = {"use_moe": True, "n_routed_experts": 64}  # more than a micro-batch can keep busy
+EXPERTS = {"use_moe": True, "n_routed_experts": 64}  # more experts than a micro-batch uses
 
 
 class Reference(NamedTuple):
@@ -238,7 +238,7 @@ def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
     ("how", "dataset"), [("clipped", PackedDataset), ("masked", MaskedDataset)]
 )
 def test_validation_is_the_mean_over_all_targets_on_every_engine(how, dataset, runs, packed):
-    """The number of samples is odd, so one of two processes has one sample less than the other."""
+    """One forward pass over all samples, an odd number, gives the expected mean."""
     val_set = dataset(packed, "val", SEQ_LEN)
     assert len(val_set) % 2 == 1
     samples = [val_set[i] for i in range(len(val_set))]

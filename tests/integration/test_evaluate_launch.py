@@ -57,9 +57,9 @@ def test_two_processes_give_the_numbers_of_one(
         assert two["metrics"][name] == pytest.approx(metric, rel=1e-6), name
 
 
-def test_a_launcher_that_starts_one_process_for_two_is_refused(weights, packed):
-    """On a CPU `accelerate launch` without --multi_gpu, or with --cpu, ignores --num_processes. It
-    sets the variables of this test."""
+def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(weights, packed):
+    """On a CPU `accelerate launch` without --multi_gpu, or with --cpu, ignores --num_processes. The
+    launcher then sets the variables that this test sets."""
     environ = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}
     command = [sys.executable, "-m", "scripts.evaluate", str(weights), "--data", str(packed)]
     ended = run_warm(command, **environ)

@@ -106,7 +106,7 @@ def test_steps_recorded_in_cuda_graphs_give_the_tokens_of_separate_launches(dtyp
     model = opinionated(50, 300).cuda()
 
     def tokens(recorded: bool, temperature: float) -> list[list[int]]:
-        """Return the ids of three texts. One joins, they leave one by one, and the cache grows."""
+        """Return the ids of three texts. One joins late, they leave one by one, the cache grows."""
         made = Decoder(model, dtype)
         assert made.recorded
         made.recorded = recorded
@@ -129,7 +129,7 @@ def test_steps_recorded_in_cuda_graphs_give_the_tokens_of_separate_launches(dtyp
     graphs = [tokens(True, temperature) for temperature in (0, 1)]
     if dtype == torch.float32:  # in 16 bits, other kernels may round to another likeliest token
         assert graphs == [tokens(False, temperature) for temperature in (0, 1)]
-    monkeypatch.setattr(decoder, "record", lambda run, tokens: run)  # the same kernels, launched
+    monkeypatch.setattr(decoder, "record", lambda run, tokens: run)  # same kernels, no graph
     assert graphs == [tokens(True, temperature) for temperature in (0, 1)]
 
 
@@ -178,7 +178,7 @@ def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32():
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_compiled_blocks_run_cudnn_attention_only_if_it_is_switched_on(enabled):
-    """Fine-tuning switches it off before it compiles, see training/build.py."""
+    """Fine-tuning switches cuDNN's attention off before compilation, see training/build.py."""
     torch.compiler.reset()
     torch.backends.cuda.enable_cudnn_sdp(enabled)
     shape = {"dim": 128, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 50}
@@ -211,7 +211,7 @@ def test_a_large_vocabulary_has_the_loss_and_gradients_of_the_cpu(monkeypatch):
         torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-5)
 
 
-def test_experts_in_bf16_give_the_output_and_gradients_of_fp32_also_without_tokens():
+def test_busy_and_idle_experts_in_bf16_give_the_output_and_gradients_of_fp32():
     torch.manual_seed(0)
     shape = {"dim": 64, "n_heads": 2, "vocab_size": 50, "moe_hidden_dim": 96, "use_moe": True}
     block = Transformer(LMConfig(**shape, n_layers=1, num_experts_per_tok=2)).cuda().layers[0]

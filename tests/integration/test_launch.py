@@ -12,7 +12,7 @@ from formats.portable import load_portable
 pytestmark = pytest.mark.slow
 
 STEPS, PROFILE_INTERVAL = 100, 50
-LEARNED = 3.0  # a lower loss proves that the model has learned; untrained it is 6.0
+LEARNED = 3.0  # a lower loss proves that the model has learned; an untrained model has 6.0
 
 
 FLAGS = (

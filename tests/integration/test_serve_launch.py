@@ -18,14 +18,14 @@ from inference.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 
-LONG, SHORT = 1 << 16, 100  # lengths of contexts: no text fills LONG, questions fill SHORT
+LONG, SHORT = 1 << 16, 100  # contexts in tokens: no text fills LONG, LONG_TEXT fills SHORT
 LONG_TEXT = "1 + 1 = 2; " * 60
 HELLO = [{"role": "user", "content": "1 + 1"}]
 
 
 @pytest.fixture
 def server(packed, request):
-    """A server with the context length of the test's parameter. Its default is greedy sampling."""
+    """A server with the context length of the test's parameter. By default it samples greedily."""
     greedy = Sampling(temperature=0)
     started = LiveServer("mine", packed / "tokenizer.model", request.param, greedy)
     yield started

@@ -114,7 +114,7 @@ def test_a_stop_saves_all_models_and_the_end_writes_one_report(done, engine):
     assert all(name in page for name in names)
 
 
-def test_if_one_model_cannot_resume_the_files_of_the_others_do_not_change(packed, tmp_path, capsys):
+def test_the_files_of_a_model_do_not_change_if_another_cannot_resume(packed, tmp_path, capsys):
     first = tmp_path / "first"
 
     def two(*more: str, **second) -> None:

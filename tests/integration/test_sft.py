@@ -167,7 +167,7 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
         assert torch.equal(left[name], under_way[name])
     names = set(run.tensors())
     factors = [name for name in names if is_adapter(name)]
-    assert len(factors) == 2 * 7 * 2  # 2 factors for 7 layers in 2 blocks
+    assert len(factors) == 2 * 7 * 2  # 2 factors for each of 7 matrices in 2 blocks
     assert ("tok_embeddings.weight" in names) != only_lora
     changed = {name for name in begun if not torch.equal(left[name], begun[name])}
     assert changed == {f"{name.rpartition('.')[0]}.weight" for name in names}

@@ -95,7 +95,7 @@ def pretrained(clone, tmp_path_factory, path_without_compilers) -> Path:
     return clone / "out" / "runs" / "mine"
 
 
-def test_the_script_prepares_trains_and_leaves_a_model_without_a_compiler(clone, pretrained):
+def test_without_a_compiler_the_script_prepares_trains_and_leaves_a_model(clone, pretrained):
     assert (clone / "out" / "data" / "short" / "dataset.json").is_file()
     assert (pretrained / "weights" / "model.safetensors").is_file()
     # Typed flags override the flags that the script chooses.

@@ -75,7 +75,7 @@ def start(machines, packed, tmp_path):
         print((tmp_path / f"{machine.name}.log").read_text())
 
 
-@pytest.mark.variant  # similar: the next test, and a dead rank in test_reliability.py
+@pytest.mark.variant  # similar: the next test, and the test of a dead rank in test_reliability.py
 def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
     machines, start, packed, tmp_path
 ):

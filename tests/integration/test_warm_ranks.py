@@ -1,4 +1,4 @@
-"""A forked program sees the same environment as a program in a fresh interpreter."""
+"""A program in a fork of tests/warm_ranks.py sees what it would see in a fresh interpreter."""
 
 import json
 import os
