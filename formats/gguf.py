@@ -90,7 +90,7 @@ def export_gguf(
         remedy = "run scripts.export_hf, then llama.cpp's convert_hf_to_gguf.py"
         raise UsageError(f"{tokenizer.path}: only SentencePiece can be written: {remedy}")
     if model.config.use_moe:
-        remedy = "run scripts.export_hf and use transformers"
+        remedy = "scripts.export_hf can export experts for transformers, but not shared experts"
         raise UsageError(f"llama.cpp cannot compute experts with this router: {remedy}")
     writer = gguf.GGUFWriter(None, "llama")
     writer.add_name(out.stem)

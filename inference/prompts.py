@@ -29,9 +29,9 @@ def read_prompts(given: list[str], path: str | None) -> list[str]:
 
 
 def require_text(prompt: str) -> str:
-    """Return the prompt. Raises UsageError if it is empty, or not valid UTF-8."""
+    """Return the prompt. Raises UsageError if it is empty, or not valid UTF-8 text."""
     if not prompt or not is_text(prompt):
-        problem = "not valid UTF-8" if prompt else "empty"
+        problem = "empty" if prompt == "" else "not valid UTF-8 text"
         raise UsageError(f"prompt {prompt!r} is {problem}")
     return prompt
 

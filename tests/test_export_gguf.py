@@ -82,7 +82,7 @@ def test_every_weight_is_stored_to_the_bit_under_its_gguf_name(weights, tie_embe
 
 def test_experts_are_refused(weights, refusal):
     line = refusal(export_gguf, weights(use_moe=True), "out.gguf")
-    assert "llama.cpp cannot compute experts with this router: run scripts.export_hf" in line
+    assert "llama.cpp cannot compute experts with this router: scripts.export_hf can" in line
 
 
 def test_the_shape_is_stored_under_the_gguf_keys_of_llama(weights):
