@@ -21,7 +21,7 @@ FORM = '{"question": text, "choices": [two or more texts], "answer": number from
 
 
 def parse_question(record: Record) -> tuple[str, list[str], int]:
-    """Return question, choices, index of the answer. Raises UsageError if it has another form."""
+    """Return question, choices, index of the answer. Raises UsageError for another form."""
     fields = load_json(record)
     text, choices, right = (fields.get(key) for key in ("question", "choices", "answer"))
     if isinstance(right, str) and len(right) == 1:

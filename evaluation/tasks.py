@@ -87,7 +87,7 @@ def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
     scores = answers(units) if args.task == "choice" else summary(units)
     settings = {
         "model": str(trained.folder),
-        # Not of the model itself: under ZeRO-3 a process holds only a share.
+        # Not counted in the model itself: under ZeRO-3 a process holds only a share.
         "parameters": without_memory(trained.model.config).num_parameters(),
         "max_seq_len": trained.model.config.max_seq_len,
         **{name: getattr(args, name) for name in ("data", "task", "limit", *TASKS_OF)},
@@ -127,8 +127,8 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
 
 
 def prepared(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int, dict]:
-    """Return rows, number and facts for evenly spaced samples, chosen as in validation.
-    Raises UsageError if the data has another tokenizer, or is shorter than one sequence."""
+    """Return rows of samples spaced as in validation, their number, and facts for the result.
+    Raises UsageError if the data has another tokenizer, or no sample for this context length."""
     data, split = args.data, args.split or "val"
     tokenizer = trained.tokenizer.path
     if read_description(data).get("tokenizer_sha256") != tokenizer_hash(tokenizer):

@@ -19,7 +19,7 @@ from report.charts import Chart, Curve, draw, plot
 from report.history import History, number, read_history, series
 
 TEMPLATE = Path(__file__).with_name("template.html")
-SAMPLES = 10  # samples from training shown per run, plus one of the finished model
+SAMPLES = 10  # maximum of samples from training per run; the finished model adds one
 LARGE = (11.4, 3.4)  # width and height of the first chart in inches
 
 LOSS = Chart("Training loss", "nats per token", "loss", from_zero=False)
@@ -37,7 +37,7 @@ OTHERS = (
 
 
 def write_report(runs: list[Path], out: Path) -> None:
-    """Write the page of these runs to `out`. Raises UsageError if a run has logged nothing yet."""
+    """Write the page of these runs to `out`. Raises UsageError if a run is missing or empty."""
     histories = by_name(runs)
     parts = {
         "title": escape(", ".join(histories)),
@@ -187,7 +187,7 @@ def _settings(runs: dict[str, History]) -> str:
 
 
 def _flat(settings: dict) -> dict[str, str]:
-    """Return settings.json without its nesting, as name → text."""
+    """Return settings.json without nesting and command, as name → text."""
     flat = {}
     for key, value in settings.items():
         if isinstance(value, dict) and key != "deepspeed":  # a group of settings

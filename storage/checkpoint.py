@@ -2,7 +2,7 @@
 
 A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent. Its files:
 
-    weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
+    weights.safetensors    name → trained weights in fp32 (under DeepSpeed, the master weights)
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
                            name.momentum_buffer → Muon's momentum
     random.safetensors     per process: random generators, and sums for the next log line
@@ -75,7 +75,7 @@ def _facts_of(path: Path) -> dict:
 
 
 def damage(path: Path) -> str | None:
-    """Describe the damage to a checkpoint or its base; None if there is none."""
+    """Describe the damage to a checkpoint or to the base/ of its run; None if both are intact."""
     try:
         _compare(path, {WEIGHTS, OPTIMIZER, RANDOM, STATE})
         if saved_lora(path):
@@ -108,7 +108,7 @@ def newest_undamaged(checkpoints: list[Path]) -> tuple[Path | None, dict[Path, s
 
 
 def best(checkpoints: Iterable[Path]) -> Path | None:
-    """Return the checkpoint with the lowest validation loss; None if none has a loss."""
+    """Return the checkpoint with the lowest validation loss; None if no checkpoint has a loss."""
     measured = [path for path in checkpoints if val_loss(path) is not None]
     return min(measured, key=val_loss, default=None)
 

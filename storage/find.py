@@ -14,7 +14,7 @@ BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation l
 
 def newest_first(paths: Iterable[Path], program: str | None, path_in: Callable) -> list[RunFolder]:
     """Return the runs of `program` (None: of all programs) among `paths`, the newest first.
-    The age of a run is the age of the file or folder that `path_in` returns for the run."""
+    A run is as old as its file or folder `path_in(run)`; runs without this path are left out."""
     times = {}
     for run in map(RunFolder, paths):
         path = path_in(run)

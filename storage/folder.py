@@ -61,9 +61,9 @@ _held: list[int] = []  # file descriptors of the locks that this process holds
 
 
 def lock(path: Path, otherwise: str = "--run_name") -> None:
-    """Create the folder of the lock file `path`, and lock it until `release_locks` or the end of
-    the process. Raises UsageError if the folder cannot be created, or if another process holds the
-    lock; this message says: use another `otherwise`."""
+    """Lock the file `path` until `release_locks` or the end of the process; create its folder.
+    Raises UsageError if the file cannot be opened, or if another process holds the lock. In the
+    second case the message suggests another value for the setting `otherwise`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -13,12 +13,12 @@ from training.engine.main_process import on_main_process
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
 # Compiling shortens a run of at least this many model FLOPs per process. On two CPU cores it took
-# 10 s and saved a fifth of a run at 0.4 TFLOP/s. On a GPU: a guess, a run of 150 s at 200 TFLOP/s.
+# 10 s and saved a fifth of a run at 0.4 TFLOP/s. The GPU's value is a guess: 150 s at 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
 def should_compile(wanted: str, run_flops: float, device: torch.device) -> bool:
-    """Return whether a new run should compile; `obstacle` says if it can. `wanted`: --compile."""
+    """Return whether a new run should compile; `obstacle` says if it can. `wanted` is --compile."""
     return wanted == "on" or (wanted == "auto" and run_flops >= WORTH_FLOPS[device.type])
 
 

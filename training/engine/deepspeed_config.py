@@ -1,6 +1,6 @@
 """Merge DeepSpeed's JSON file and the training flags into one configuration.
 
-Flags fill each "auto". A value that contradicts a flag is an error, and so is an unsupported key.
+Flags replace "auto" where possible. Contradictions with flags and unsupported keys are errors.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from common.errors import UsageError, reason
 from training.arguments import TrainingArguments
 
-# Keys of "zero_optimization" for which "auto" is DeepSpeed's default.
+# Keys of "zero_optimization" for which "auto" means DeepSpeed's default.
 BY_DEFAULT = (
     "reduce_bucket_size allgather_bucket_size overlap_comm stage3_prefetch_bucket_size "
     "stage3_gather_16bit_weights_on_model_save"
@@ -81,7 +81,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     """Return a copy of the configuration in which the flags replace "auto".
 
     The copy keeps the "auto" of BY_WIDTH. `source` names the configuration in messages.
-    Raises UsageError, which lists every contradiction, key without effect, and other problem.
+    Raises UsageError with a list of all contradictions, keys without effect and other problems.
     """
     config = json.loads(json.dumps(config))  # a copy
     zero = config["zero_optimization"]
@@ -105,7 +105,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
 
 
 def refuse_keys(config: dict) -> list[str]:
-    """Delete keys of REFUSED that are switched off; return a message for each other problem."""
+    """Return a message for every problem of keys or stage; delete keys of REFUSED that are off."""
     problems = []
     aio = config.get("aio") or {}
     if "thread_count" in aio:  # an old name, which DeepSpeed's guides still use
@@ -123,7 +123,7 @@ def refuse_keys(config: dict) -> list[str]:
 
 
 def _section(config: dict, prefix: str) -> dict:
-    """Return the section of a prefix such as "fp16.", or {}; "" is the whole configuration."""
+    """Return the section of a prefix such as "fp16.", {} if missing; "" is the whole file."""
     for name in prefix.split(".")[:-1]:
         config = config.get(name) or {}
     return config
@@ -138,7 +138,7 @@ def _is_off(value) -> bool:
 
 
 def _check_stage(config: dict) -> Iterator[str]:
-    """Yield a message for every value that does not work at the configuration's stage of ZeRO."""
+    """Yield a message for every problem with the stage of ZeRO, offloading or NVMe folders."""
     zero = config["zero_optimization"]
     stage = zero.get("stage")
     if stage not in (1, 2, 3):
@@ -160,7 +160,7 @@ def _check_stage(config: dict) -> Iterator[str]:
 
 
 def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> list[str]:
-    """Fill "auto" and missing values from the flags; return a message for every contradiction.
+    """Fill "auto" and missing values from the flags; return a message for every problem.
     Accelerate would leave some values out, and clip gradients at 1.0 whatever the flags say."""
     problems = []
     batch = "--batch_size × --accumulation_steps × processes"
@@ -230,7 +230,7 @@ def refusals_of_deepspeed(config: dict) -> Iterator[str]:
 
 
 def _use_muon(config: dict) -> Iterator[str]:
-    """Make DeepSpeed use Muon; yield a message for each setting that Muon cannot work with."""
+    """Make DeepSpeed accept our Muon; yield a message for each setting that prevents this."""
     if config["zero_optimization"].get("stage") == 3:
         yield '--optimizer muon updates whole matrices: use "stage": 2, or --optimizer adamw'
     if offload_device(config, "optimizer"):

@@ -1,4 +1,4 @@
-"""What this machine can do: precisions, peak FLOP/s, attention kernel, memory and cores."""
+"""Describe this machine: precisions, peak FLOP/s, attention kernel, memory and cores."""
 
 import ctypes
 import os
@@ -48,7 +48,7 @@ PEAKS = {
     "RTX 3090": (71, 71, 35.6, 35.6),
     "MI300X": (1307, 1307, 653.7, 163.4),
 }
-# Words that, next to a name of PEAKS, mean another device: a laptop chip, a variant, a MIG slice.
+# Words that turn a name of PEAKS into another device: a laptop chip, a variant, a MIG slice.
 RELATIVES = {"Laptop", "D", "Ti", "SUPER", "MIG"}
 # The keys are values of torch.nn.attention.SDPBackend.
 KERNELS = {1: "flash attention", 2: "memory-efficient attention", 3: "cuDNN attention"}
@@ -125,7 +125,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of the device with this name, or None if it is not in PEAKS."""
+    """Return the peak FLOP/s of the device with this name, or None if PEAKS does not give it."""
     words = f" {name} ".replace("-", " ")
     for keys, peaks in PEAKS.items():
         for key in keys.split(", "):
@@ -165,9 +165,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device, processes: int) -> int:
-    """Return the bytes that this process can use, including the bytes that it uses now. The
-    `processes` processes of a machine share the RAM of the machine or of their container. A
-    launcher's LOCAL_WORLD_SIZE overrides `processes`."""
+    """Return the bytes that this process can use, including the bytes that it uses now. On a
+    CPU, the processes share the RAM of the machine or of their container. Their number is
+    LOCAL_WORLD_SIZE if a launcher has set this variable, and `processes` if not."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     free, groups = psutil.virtual_memory().available, Path("/proc/self/cgroup")

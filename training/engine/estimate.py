@@ -4,7 +4,7 @@ Bytes per parameter in fp32: 4 for the weight, 4 for the gradient, 8 for AdamW's
 DeepSpeed a weight in 16 bits has 2 bytes, and the optimizer holds a copy in fp32 (4 bytes). ZeRO-1
 divides this copy and the moments among the processes, ZeRO-2 also the sums of gradients, ZeRO-3
 also the weights (Rajbhandari et al., https://arxiv.org/abs/1910.02054). On a CPU the estimate is
-within 20% of the measured memory (docs/engines.md). A GPU was not measured; `fits` adds a margin.
+within 11% of the measured memory (docs/engines.md). No GPU was measured: `fits` adds a margin.
 """
 
 from bisect import bisect_right
@@ -37,13 +37,13 @@ FILES = {name: f"configs/{name}.json" for name in NAMES} | {"zero2": "ds_config.
 class Kind:
     """The settings of an engine that decide memory and bytes sent. Sizes count elements."""
 
-    config: str = ""  # NAME of configs/NAME.yaml, or "" if there is no such file
+    config: str = ""  # NAME of configs/NAME.yaml, or "" if unknown
     stage: int | None = None  # ZeRO's stage; None for DDP and for a single process
     optimizer_on: str = GPU  # GPU, CPU or NVME
     parameters_on: str = GPU  # GPU; at stage 3 also CPU or NVME
     fp32_sums: bool = True  # True if gradients are summed in fp32
     reduce_bucket: int = 500_000_000  # elements of gradients that are exchanged at once
-    reuse_distance: int = 10**9  # ZeRO-3 keeps weights whose next use is within this distance
+    reuse_distance: int = 10**9  # in elements: ZeRO-3 keeps weights whose next use is nearer
     coalesces: bool = False  # ZeRO-2 keeps whole gradients and reduces them once per step
 
     @property
@@ -101,7 +101,7 @@ class Workload:
     device: torch.device  # where the process trains; this machine need not have such a device
     compiled: bool
     teacher: Transformer | None = None  # of distillation, on the meta device
-    teacher_config: dict | None = None  # of ZeRO-3, if it divides the teacher
+    teacher_config: dict | None = None  # of DeepSpeed, if ZeRO-3 divides the teacher
 
     @property
     def on_cpu(self) -> bool:
@@ -128,7 +128,7 @@ class Estimate(NamedTuple):
 
     held: int  # weights, gradients and optimizer state, and the weights of a teacher
     working: int  # the peak of activations, logits and buffers
-    ram: int  # offloaded to RAM
+    ram: int  # offloaded to RAM, and RAM that buffers parameters on NVMe
     nvme: int  # offloaded to NVMe
     sent: int  # sent to other processes in one optimizer step
 
@@ -206,7 +206,7 @@ def _activations(kind: Kind, work: Workload) -> float:
     # For a GPU the next line assumes that PyTorch has a fused attention kernel.
     keeps_scores = not config.use_flash_attn or (work.on_cpu and config.dropout > 0)
     # Bytes per token that autograd saves:
-    norm = (2 * h if compiled else 8 + h) * config.dim  # input (fp32, scaled) and output
+    norm = (2 * h if compiled else 8 + h) * config.dim  # 8: fp32 input and normed x; h: output
     n_keys = config.n_heads if keeps_scores else config.n_kv_heads
     attention = 2 * h * (config.n_heads + n_keys) * config.head_dim  # q, output, k, v
     width, routed = config.hidden_dim, 0
@@ -217,9 +217,9 @@ def _activations(kind: Kind, work: Workload) -> float:
     scores = 0.0
     if keeps_scores:  # softmax in fp32, a copy in 16 bits, masks of dropout
         scores = config.n_heads * config.max_seq_len * (12 if config.dropout else 6)
-    elif work.on_cpu:  # blocks of 64 rows (model/cpu_attention.py)
+    elif work.on_cpu:  # blocks of 64 or more positions (model/cpu_attention.py)
         scores = config.n_heads * h * (config.max_seq_len + 64) / 2
-    if config.dropout:  # masks behind attention and feed-forward
+    if config.dropout:  # masks after attention and feed-forward
         attention += 2 * h * config.dim
     block = 2 * norm + attention + scores + feed_forward
     kept = config.n_layers * block + norm  # with the final norm
@@ -246,9 +246,9 @@ def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to the others in an optimizer step.
 
     In a ring of P processes each process sends (P - 1) / P of the gathered or scattered bytes, and
-    twice as much for an all-reduce. DDP, ZeRO-1 and an engine that `coalesces` exchange gradients
-    once per step, ZeRO-2 and 3 otherwise in each micro-batch. ZeRO-1 and 2 gather weights once per
-    step, ZeRO-3 in forward and backward.
+    twice as much for an all-reduce. DDP, ZeRO-1, and ZeRO-2 with `coalesces` exchange gradients
+    once per step. ZeRO-3, and ZeRO-2 without `coalesces`, do so in each micro-batch. ZeRO-1 and 2
+    gather weights once per step, ZeRO-3 in forward and backward.
     """
     n, t, h = work.total, work.trained, work.itemsize
     ring = (work.processes - 1) / work.processes

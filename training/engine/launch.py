@@ -104,7 +104,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
     else:
         keep_freed_memory()
-    # An hour, because the other ranks wait while rank 0 verifies a checkpoint.
+    # The timeout is an hour: the other ranks wait while rank 0 verifies a checkpoint.
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
     plugins = {}
     if deepspeed:
@@ -117,7 +117,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         # The launcher may have set "auto", but Accelerate expects a number.
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
-            process_group.backend = "gloo"  # else each process is alone: rank 0 of 1
+            process_group.backend = "gloo"  # without gloo each process is alone: rank 0 of 1
             skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # avoids a copy of gradients

@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """The share of a parameter group that the optimizer of this process updates."""
+    """Weights of one parameter group that the optimizer of this process updates."""
 
     fp32: Tensor  # (numel,)
     parts: list[Part]  # one for each parameter, in the same order on every process
@@ -79,7 +79,7 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """Yield one partition for each sub-group, which has "sub_group_size" elements of a group.
+    """Yield one partition for each sub-group: about "sub_group_size" elements of a group.
     Every process has an equal share of each parameter; the last shares may contain padding."""
     if writes:
         zero._partition_all_parameters()  # some parameters may be gathered now

@@ -88,7 +88,7 @@ class TrainingState:
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
         """Restore the values that `weights`, `moments` and `scalars` return, and frozen weights.
-        Raises ConfigError if names or shapes do not fit the model."""
+        Raises ConfigError if weights or shapes do not fit, KeyError if a moment is missing."""
         self.load_weights(weights, source)
         for key, parameter, inside, part in self._shards(moments=True, writes=True):
             if moments[key].shape != shape_of(parameter):
