@@ -27,8 +27,8 @@ class RopeScaling:
     """Llama 3.1's scaling of `rotary_frequencies`. Raises ConfigError if a value is not above 0."""
 
     factor: float  # divides the frequency of channel pairs that turn slowly
-    low_freq_factor: float  # turns in the original context: up to this number it is divided
-    high_freq_factor: float  # from this number of turns on it is unchanged
+    low_freq_factor: float  # a slow pair makes at most this many turns in the original context
+    high_freq_factor: float  # a pair with at least this many turns keeps its frequency
     original_max_seq_len: int  # the original context, in tokens
 
     def __post_init__(self):

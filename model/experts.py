@@ -78,9 +78,9 @@ class Experts(nn.Module):
 def load_balance(routing: Tensor, counts: Tensor, n_chosen: int) -> dict[str, Tensor]:
     """Return the values of ROUTING for a micro-batch; see docs/architecture.md.
 
-    The balancing loss of a sequence and layer is E · Σ share · probability over the E experts:
-    the share of the sequence's choices, and the mean probability. It is 1 if the load is even.
-    It is computed per sequence, so that it does not depend on how a batch is divided.
+    The balancing loss of a sequence and layer is E · Σ share · probability over the E experts.
+    `share` is the expert's share of the sequence's choices, `probability` its mean probability.
+    The loss is 1 if the load is even. It does not depend on how a batch is divided.
 
     Args:
         routing: the router's probabilities in each layer, (n_layers, B, T, E).

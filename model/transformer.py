@@ -188,8 +188,8 @@ class Transformer(nn.Module):
         return TransformerOutput(None, loss)
 
     def num_parameters(self, active: bool = False) -> int:
-        """Return the number of parameters. A tied matrix counts once. With `active`, only the
-        parameters that compute a token count: those of experts count in part."""
+        """Return the number of parameters. A tied matrix counts once. With `active`, only as many
+        experts count as one token uses."""
         return sum(self._active(p) if active else p.numel() for p in self.parameters())
 
     def _active(self, p: nn.Parameter) -> int:
