@@ -79,19 +79,19 @@ class TrainingArguments:
         None, "steps of linear warm-up (default: 1/20 of all steps, at most 2000)", AT_LEAST_0
     )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
-    decay_fraction: float = setting(0.2, "share of steps at the end in which 'wsd' decays", SHARE)
+    decay_fraction: float = setting(0.2, "'wsd' decays in this last share of all steps", SHARE)
     weight_decay: float = setting(
         0.1, "weight decay: a step multiplies matrices by 1 - learning rate × this", AT_LEAST_0
     )
-    beta1: float = setting(0.9, "decay of AdamW's mean of the gradient", BELOW_1)
-    beta2: float = setting(0.95, "decay of AdamW's mean of the squared gradient", BELOW_1)
-    muon_momentum: float = setting(0.95, "decay of Muon's mean of the gradient", BELOW_1)
+    beta1: float = setting(0.9, "decay rate of AdamW's running mean of gradients", BELOW_1)
+    beta2: float = setting(0.95, "decay rate of AdamW's running mean of squared gradients", BELOW_1)
+    muon_momentum: float = setting(0.95, "decay rate of Muon's running mean of gradients", BELOW_1)
     grad_clip: float = setting(1.0, "clip the gradient to this norm; 0: no clipping", AT_LEAST_0)
     max_bad_steps: int = setting(
         20, "stop after this many steps in a row with a non-finite gradient", AT_LEAST_1
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
-    tf32: bool = setting(False, "float32 on NVIDIA GPUs: faster matrix products, rounded to TF32")
+    tf32: bool = setting(False, "float32 on NVIDIA GPUs: faster products of inputs rounded to TF32")
     compile: str = setting(
         "auto", "torch.compile; 'auto' compiles long runs only", choices=("auto", "on", "off")
     )
@@ -121,7 +121,7 @@ class TrainingArguments:
     save_interval: int = setting(
         1000,
         "steps between regular checkpoints; 0: none. The best and the last step are always saved; "
-        "save_minutes saves more",
+        "--save_minutes adds checkpoints",
         AT_LEAST_0,
     )
     save_minutes: float = setting(30.0, "maximum minutes between saves; 0: no limit", AT_LEAST_0)
@@ -185,7 +185,7 @@ class SFTArguments(TrainingArguments):
     )
     lora_alpha: float = setting(16.0, "adapters are scaled by lora_alpha / lora_dim", POSITIVE)
     lora_module_name: str = setting("layers", "layers with this text in their name get adapters")
-    only_optimize_lora: bool = setting(False, "also freeze the embedding, norms and output layer")
+    only_optimize_lora: bool = setting(False, "freeze all parameters except the adapters")
 
     conversations: str = setting(
         "builtin",
