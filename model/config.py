@@ -66,14 +66,14 @@ class LMConfig:
     use_moe: bool = setting(False, "experts instead of one feed-forward network in each block")
     n_routed_experts: int = setting(4, "experts of a block that the router can choose")
     num_experts_per_tok: int = setting(1, "experts that the router chooses for a token")
-    n_shared_experts: int = setting(0, "more experts of a block, which every token uses")
+    n_shared_experts: int = setting(0, "additional experts of a block, which every token uses")
     moe_hidden_dim: int | None = setting(None, "inner width of an expert (default: hidden_dim)")
     router_aux_loss: float = setting(0.1, "factor of the balancing loss in the training loss")
     norm_topk_prob: bool = setting(False, "weights with the sum 1", flag=False)  # MiniMind's
     use_flash_attn: bool = setting(
         True,
         "fast attention: PyTorch's fused kernels on a GPU, blocks of rows on a CPU; without it, "
-        "plain matrix products and softmax over all T × T scores",
+        "plain matrix products and softmax over all T × T scores (T: sequence length)",
     )
 
     def __post_init__(self):

@@ -88,7 +88,7 @@ def describe(options: dict) -> str:
         rows.append(row)
         if not advice and fits(kind, work, limit):  # the first engine that fits is preferred
             command = f"ENGINE={kind.config} bash run_accelerate.sh"
-            advice = f"Take {kind.name}, the first that fits:\n{command}"
+            advice = f"Take {kind.name}, the first that fits, with your model's flags:\n{command}"
     advice = advice or "No engine fits: take a smaller --batch_size or more memory."
     advice += "" if peak else f"\nHours are unknown for {name}: pass a --device such as H100"
     return (

@@ -24,7 +24,7 @@ def test_the_readmes_training_fits_with_ddp_on_four_gpus_of_48_gib(capsys):
     ]
     # GB sent per step; hours: 6 FLOPs per parameter and token, and attention, at 40% of 989 TFLOP/s
     assert rows[0].split()[-2:] == ["2.17", "3.26"]
-    assert "Take DDP, the first that fits:" in lines
+    assert "Take DDP, the first that fits, with your model's flags:" in lines
 
 
 def test_a_run_that_is_too_short_to_be_compiled_needs_more_memory(capsys):

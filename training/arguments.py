@@ -79,13 +79,13 @@ class TrainingArguments:
         None, "steps of linear warm-up (default: 1/20 of all steps, at most 2000)", AT_LEAST_0
     )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
-    decay_fraction: float = setting(0.2, "share of steps at the end in which 'wsd' decays", SHARE)
+    decay_fraction: float = setting(0.2, "'wsd' decays in this last share of all steps", SHARE)
     weight_decay: float = setting(
         0.1, "each step multiplies matrices by 1 - learning rate × weight_decay", AT_LEAST_0
     )
-    beta1: float = setting(0.9, "decay of AdamW's mean of the gradient", BELOW_1)
-    beta2: float = setting(0.95, "decay of AdamW's mean of the squared gradient", BELOW_1)
-    muon_momentum: float = setting(0.95, "decay of Muon's mean of the gradient", BELOW_1)
+    beta1: float = setting(0.9, "decay rate of AdamW's running mean of gradients", BELOW_1)
+    beta2: float = setting(0.95, "decay rate of AdamW's running mean of squared gradients", BELOW_1)
+    muon_momentum: float = setting(0.95, "decay rate of Muon's running mean of gradients", BELOW_1)
     grad_clip: float = setting(1.0, "clip the gradient to this norm; 0: no clipping", AT_LEAST_0)
     max_bad_steps: int = setting(
         20, "stop after this many steps in a row with a non-finite gradient", AT_LEAST_1
