@@ -35,7 +35,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 400
-# A process that takes longer counts as hung, however slow the machine is.
+# A process that runs longer than this counts as hung, on a slow machine too.
 SAFETY_NET_SECONDS = 900
 # All commands that run_accelerate.sh and the libraries call, except Python. No compiler, no ninja.
 TOOLS = ("bash", "sh", "dirname", "basename", "env", "cat", "uname", "rm", "sed")
@@ -89,7 +89,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="session")
 def path_without_compilers(tmp_path_factory) -> str:
-    """A PATH with only this Python and TOOLS. The folder of this Python itself may have ninja."""
+    """A PATH with only this Python and TOOLS. Python's folder is not in it: ninja may be there."""
     folder = tmp_path_factory.mktemp("bin")
     for tool in TOOLS:
         (folder / tool).symlink_to(shutil.which(tool))
@@ -270,7 +270,7 @@ def tree_of(pid: int) -> list[psutil.Process]:
     processes if the system's clock is changed while they run."""
     everyone = list(psutil.process_iter(["ppid"]))
     tree = [psutil.Process(pid)]
-    for process in tree:  # grows as it is read
+    for process in tree:  # the loop also visits the children that it appends
         tree += [each for each in everyone if each.info["ppid"] == process.pid]
     return tree
 

@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU."""
+"""Imitate CUDA graphs without a GPU."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class FakeGraph(TorchDispatchMode):
-    """While it records, no tensor from outside changes. A replay repeats the operations, with the
-    same memory for their inputs and outputs, and knows nothing else. Both are as on a GPU. A real
-    graph also refuses operations that wait for the GPU; this one does not notice them."""
+    """Recording changes no tensor from outside: operations in place are not run. A replay runs the
+    recorded operations on the same memory, without the Python code between them. Both are true of a
+    real graph. A real graph also refuses operations that wait for the GPU; this one does not."""
 
     def __init__(self):
         super().__init__()

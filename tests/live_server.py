@@ -24,7 +24,7 @@ class LiveServer:
 
     def __init__(self, name: str, tokenizer: Path, context: int, sampling: Sampling | None = None):
         self.tokenizer, self.model = Tokenizer(tokenizer), opinionated(VOCAB_SIZE, context)
-        self.model.output.weight.data[EOS_ID] = 0  # never the likeliest token: no greedy text ends
+        self.model.output.weight.data[EOS_ID] = 0  # never the likeliest: ends no greedy text
         self.worker = Worker(Decoder(self.model), together=16)
         served = Served(
             worker=self.worker,

@@ -15,7 +15,7 @@ from common.errors import UsageError
 
 
 def write_file(path: Path, text: str, error: type[BaseException] | None = None) -> None:
-    """Write a file with `whole_file`; raise `error`, if given, before the file is complete."""
+    """Write a file with `whole_file`; raise `error`, if given, before the rename."""
     with whole_file(path) as partial:
         partial.write_text(text)
         if error:
@@ -23,7 +23,7 @@ def write_file(path: Path, text: str, error: type[BaseException] | None = None) 
 
 
 def write_folder(path: Path, text: str, error: type[BaseException] | None = None) -> None:
-    """Write a folder of one file with `whole_folder`; raise `error`, if given, before it ends."""
+    """Write a one-file folder with `whole_folder`; raise `error`, if given, before the rename."""
     with whole_folder(path) as partial:
         (partial / "file").write_text(text)
         if error:

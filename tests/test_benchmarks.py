@@ -44,7 +44,7 @@ def test_throughput_prints_and_records_each_contender_and_traces_ours(rows, pack
     assert [row[0] for row in rows("throughput", *flags)] == who
     recorded = read_rows(tmp_path / "rows.jsonl")
     turns = [row["contender"] for kind, row in recorded if kind == "turn"]
-    # A turn alone, then a round with the first contender, which has one round alone.
+    # Each takes one turn alone, then one round: the first alone, the others with the first.
     assert turns == [who[0]] * 2 + [who[1], who[0], who[1]] + [who[2], who[0], who[2]]
     profiled = [row for kind, row in recorded if kind == "profile"]
     assert [row["contender"] for row in profiled] == who[:2]
@@ -133,7 +133,7 @@ def test_a_gradient_that_was_not_finite_is_found_after_the_turn():
 @pytest.mark.parametrize(
     ("wanted", "elapsed", "given"), [(60, 10, 60), (60, 500, 25), (60, 522, 0)]
 )
-def test_a_part_gets_its_time_or_what_is_left(wanted, elapsed, given):
+def test_a_part_gets_at_most_the_time_left_and_none_if_that_is_too_short(wanted, elapsed, given):
     assert gpu.time_limit(wanted, elapsed) == given
 
 
@@ -144,13 +144,13 @@ def test_the_gpu_script_measures_contenders_that_exist(tmp_path, tiny):
     assert [len(throughput.parse_options(c[2:]).contenders) for c in measured] == [3, 2, 3, 2]
 
 
-def test_the_checks_are_tests_of_a_gpu():
+def test_each_check_of_the_gpu_script_names_a_gpu_test():
     text = (REPOSITORY / gpu.TESTS[0]).read_text(encoding="utf-8")
     for name in gpu.CHECKS.split(" or "):
         assert re.search(f"def test_.*{name}", text), name
 
 
-# A program that runs parts. The last one starts a process in a session of its own, and hangs.
+# A program that runs parts. The last part starts a process in a session of its own, and hangs.
 HANGING = """
 import sys, time
 from pathlib import Path
@@ -203,7 +203,7 @@ def running_commands() -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_report_that_is_cut_has_all_results_so_far(tmp_path, number):
+def test_the_report_of_an_interrupted_program_has_all_results_so_far(tmp_path, number):
     command = [sys.executable, "-c", HANGING, str(tmp_path), "600"]
     process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": "."})
     wait_for(lambda: "| hangs | running |" in read(tmp_path / gpu.REPORT), process)
@@ -214,7 +214,7 @@ def test_a_report_that_is_cut_has_all_results_so_far(tmp_path, number):
     assert str(tmp_path) not in running_commands()
 
 
-def test_a_row_that_was_cut_is_left_out(tmp_path):
+def test_an_incomplete_last_row_is_left_out(tmp_path):
     record(path := tmp_path / "rows", "note", {"text": "first"})
     with open(path, "a") as file:
         file.write('{"kind": "note", "te')

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: each is found to be sound or damaged, whatever happened to its files."""
+"""Checkpoints on disk: `damage` tells whether a checkpoint is sound, and never raises."""
 
 import json
 import random

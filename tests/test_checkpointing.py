@@ -185,7 +185,7 @@ def test_saving_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
 
 
 def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(run):
-    """The run has a damaged checkpoint, and one after the step from which it resumes."""
+    """Checkpoint 3 is damaged, and checkpoint 4 is later than step 3, where the run resumes."""
     save(run, 1, 2, 3, 4, val_losses={1: 3.0, 2: 2.0, 4: 1.0})
     (run.checkpoint(3) / "state.json").write_text("{")
     checkpointer = checkpointer_of(run, resumed_at=3)

@@ -83,7 +83,7 @@ def test_ddp_does_not_split_the_graphs_of_compiled_blocks(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("use_moe", [False, True])
 def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32(use_moe):
-    shape = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70}  # a block of 64, and 6
+    shape = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70}  # in blocks of 64 and 6
     results = []
     tokens = torch.randint(0, 50, (2, shape["max_seq_len"] + 1))
     for fast in (False, True):

@@ -17,7 +17,7 @@ from data.tokenizer import Tokenizer
 
 
 def conversation(i: int) -> list[Turn]:
-    """Return conversation number i, with one or two questions. They are all different."""
+    """Return conversation number i, with one or two questions. All conversations differ."""
     turns = [Turn("user", f"1 + {i}?"), Turn("assistant", f"{1 + i}")]
     if i % 2:
         turns = [Turn("system", "Add."), *turns]
@@ -66,7 +66,7 @@ def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
 
 
 def expected(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[list[int]]]:
-    """What `stored` should return for a conversation of these turns."""
+    """Return the ids that `stored` should return for a conversation of these turns."""
     ids, counts = encode_conversation(tokenizer, turns)
     runs = groupby(zip(counts, ids, strict=True), key=itemgetter(0))
     answers = [[id for _, id in run] for counts_here, run in runs if counts_here]

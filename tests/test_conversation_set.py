@@ -87,7 +87,7 @@ def test_a_row_is_a_conversation_up_to_its_last_answer_that_fits(tmp_path, seq_l
             dataset[i]
 
 
-def test_no_answer_within_the_context_is_refused(tmp_path):
+def test_data_without_an_answer_within_the_context_are_refused(tmp_path):
     folder = make_set(tmp_path / "c", [conversation([(8, 3)])])
     tokens, targets = ConversationSet(folder, "train", 10)[0]
     assert tokens.tolist() == list(range(1, 11))
@@ -119,7 +119,7 @@ def test_the_identity_depends_on_tokens_and_answers(tmp_path):
     assert len({a, c, d}) == 3
 
 
-def test_fewer_lengths_occur_on_a_gpu_than_on_a_cpu():
+def test_fewer_padded_lengths_occur_on_a_gpu_than_on_a_cpu():
     for seq_len, gpu, cpu in (
         (40, [40], [*range(8, 41, 8)]),
         (512, [48, 64, 96, 128, 192, 256, 384, 512], [*range(32, 513, 32)]),
@@ -133,7 +133,7 @@ def test_fewer_lengths_occur_on_a_gpu_than_on_a_cpu():
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_training_rows_are_padded_at_the_end_to_the_length_of_the_device(tmp_path, on_gpu):
+def test_training_rows_are_padded_at_the_end_to_a_length_for_the_device(tmp_path, on_gpu):
     dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 1000)
     for numbers in ([0, 1, 2, 3], [4, 5, 6, 7]):
         rows = [dataset[i] for i in numbers]

@@ -28,7 +28,7 @@ def texts(source, column: str = "text") -> list[str]:
 
 
 def one_line(path: Path, column: str = "text") -> str:
-    """Return the error message, one line, of reading these documents."""
+    """Read these documents, which must fail; return the error message of one line."""
     with pytest.raises(UsageError) as error:
         texts(path, column)
     assert str(error.value).startswith(str(path))
@@ -249,7 +249,7 @@ LONG_TEXTS = {
 
 @pytest.mark.parametrize("most", [SECTION_BYTES, 1 << 10])
 @pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
-def test_sections_of_a_long_text_rejoin_to_it_exactly(tmp_path, text, most):
+def test_the_joined_sections_of_a_long_text_are_exactly_the_text(tmp_path, text, most):
     path = write(tmp_path / "long.txt", text.encode())
     found = list(read_records([str(path)], section_bytes=most))
     assert "".join(map(parse, found)) == text  # no character was split

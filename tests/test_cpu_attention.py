@@ -4,8 +4,8 @@ import torch
 from model.attention import fast_attention, plain_attention, repeat_kv
 from model.cpu_attention import row_block_attention
 
-# batch, tokens, heads, key/value heads, head_dim: below, at and beyond one block of rows, tokens
-# that fill no whole block, one head, grouped heads, small and large heads.
+# (batch, tokens, heads, key/value heads, head_dim). A block has 64 tokens, or 128 if heads share no
+# keys. The tokens fill less than one block, one block, or more; the last block may be incomplete.
 SHAPES = [
     (2, 1, 1, 1, 2),
     (2, 5, 4, 2, 8),

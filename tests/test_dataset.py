@@ -70,8 +70,8 @@ def test_an_id_outside_the_vocabulary_is_found(tmp_path):
 
 def test_a_sample_belongs_to_the_document_in_which_it_begins(tmp_path):
     bos = 1
-    documents = [np.array([bos] + [5] * n) for n in (5, 2, 6)]  # they begin at 0, 6 and 9
-    for shard_tokens in (10**6, 1):  # one shard, and one for each document
+    documents = [np.array([bos] + [5] * n) for n in (5, 2, 6)]  # beginning at tokens 0, 6 and 9
+    for shard_tokens in (10**6, 1):  # one shard; one shard per document
         make_folder(tmp_path, documents, 10, shard_tokens=shard_tokens)
         dataset = PackedDataset(tmp_path, "train", 3)
         assert dataset.documents_of(range(len(dataset)), bos).tolist() == [0, 0, 1, 2, 2]

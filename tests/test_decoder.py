@@ -61,7 +61,7 @@ def test_cached_logits_equal_those_of_the_whole_sequence(shape):
 
 
 def logits_of_a_batch(decoder: Decoder, lengths: tuple[int, int]) -> torch.Tensor:
-    """Return the logits of all steps. Sequences change places and join, and the cache grows."""
+    """Return the logits of all steps. Sequences swap and join; with (40, 9) the cache grows."""
     cache, logits = decoder.read(ids(*lengths))
     tokens = torch.tensor(ids(*[3] * 100)).T
     rows = [*logits.clone()]
@@ -82,11 +82,11 @@ def test_recorded_steps_give_the_logits_of_separate_launches(monkeypatch, length
     assert graphs == []
     decoder.recorded = True
     torch.testing.assert_close(logits_of_a_batch(decoder, lengths), expected, rtol=0, atol=2e-6)
-    assert 3 <= len(graphs) <= 4  # until `keep`, `append` and the end; for (40, 9) the cache grows
+    assert 3 <= len(graphs) <= 4  # new ones after `keep`, after `append` and if the cache grows
     assert sum(graph.replays for graph in graphs) > 90
 
 
-def test_without_a_graph_steps_give_the_same_logits_and_say_so_once(monkeypatch, capsys):
+def test_steps_without_a_graph_give_the_same_logits_and_one_message(monkeypatch, capsys):
     def fail(graph):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -124,7 +124,7 @@ def test_decoding_switches_cudnn_attention_off(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_logits_are_close_and_returned_in_fp32(dtype):
+def test_a_16_bit_decoder_returns_fp32_logits_close_to_the_logits_of_fp32(dtype):
     model = transformer()
     texts = ids(20, 3)
     _, logits = Decoder(model, dtype).read(texts)

@@ -88,7 +88,7 @@ def test_flags_fill_every_auto_and_every_missing_key(config):
         assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (bf16, fp16)
 
 
-def test_auto_sizes_are_deepspeeds_defaults_or_by_the_width(config, accelerator):
+def test_auto_sizes_become_deepspeeds_defaults_or_depend_on_the_model_width(config, accelerator):
     zero = config["zero_optimization"]
     zero |= {"stage": 3} | dict.fromkeys((*SIZES, "overlap_comm", BY_WIDTH), "auto")
     alone = resolved(config, processes=1)
@@ -211,14 +211,14 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, says):
 def fixture(name: str) -> dict:
     config = read_config(str(FIXTURES / f"{name}.json"))
     config.pop("scheduler", None)  # refused: --lr_schedule takes its place
-    if "aio" in config["zero_optimization"]:  # a wrong place: DeepSpeed ignores it
+    if "aio" in config["zero_optimization"]:  # a wrong place, which DeepSpeed rejects
         config["aio"] = config["zero_optimization"].pop("aio")
         config["zero_optimization"]["stage3_max_reuse_distance"] = 0
     return config
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_the_guides_files_are_accepted(name):
+def test_files_of_guides_are_accepted_after_the_changes_that_errors_demand(name):
     size, steps = 1 if name.endswith("teacher") else 4, 1 if name.startswith("accelerate") else 4
     args = TrainingArguments(batch_size=size, accumulation_steps=steps, learning_rate=3e-4)
     found = resolved(fixture(name), args)

@@ -49,7 +49,7 @@ def test_each_precision_of_a_known_device_has_its_peak_and_unknown_devices_have_
     assert [peak_flops(name, precision) for precision in PRECISIONS] == pytest.approx(peaks)
 
 
-def test_text_is_written_in_the_16_bits_that_the_gpu_has(monkeypatch):
+def test_text_is_generated_in_fp32_on_a_cpu_and_in_the_16_bit_type_of_a_gpu(monkeypatch):
     assert default_dtype("cpu") == "float32"
     for found, dtype in ((True, "bfloat16"), (False, "float16")):
         monkeypatch.setattr(device, "has_bf16", lambda found=found: found)
@@ -57,10 +57,10 @@ def test_text_is_written_in_the_16_bits_that_the_gpu_has(monkeypatch):
 
 
 @pytest.mark.parametrize(("bf16", "fp32", "emulates"), [(3, 2, True), (1, 2, False)])
-def test_a_cpu_whose_shortest_bf16_product_takes_longer_emulates_bf16(
+def test_a_cpu_emulates_bf16_if_its_shortest_bf16_product_takes_longer_than_fp32(
     monkeypatch, bf16, fp32, emulates
 ):
-    durations = [bf16, 9, 9, 9, 9, 9, fp32, 9, 9, 9]  # of five products in each precision
+    durations = [bf16, 9, 9, 9, 9, 9, fp32, 9, 9, 9]  # five products in bf16, five in fp32
     times = iter([end for seconds in durations for end in (0, seconds)])
     monkeypatch.setattr(device.time, "perf_counter", lambda: next(times))
     assert device.cpu_emulates_bf16() is emulates
@@ -142,7 +142,7 @@ def test_available_and_peak_memory_are_plausible():
     assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
 
 
-def test_memory_limits_of_all_control_groups_above_the_process_count(tmp_path, monkeypatch):
+def test_every_control_group_above_the_process_can_limit_its_memory(tmp_path, monkeypatch):
     """SLURM, for example, sets the limit of a job on a group above the group of the process."""
     job = tmp_path / "sys/fs/cgroup/slurm/job_7"
     files = {job / "step_0/memory.max": "max\n", job / "memory.max": "3000000\n"}
@@ -163,7 +163,7 @@ def test_memory_limits_of_all_control_groups_above_the_process_count(tmp_path, m
     ("environ", "typed", "used"),
     [
         ({}, {}, 6),
-        ({"TORCHELASTIC_RUN_ID": "x", **ONE_THREAD}, {}, 6),  # a launcher has set it
+        ({"TORCHELASTIC_RUN_ID": "x", **ONE_THREAD}, {}, 6),  # a launcher set OMP_NUM_THREADS
         ({"ACCELERATE_MIXED_PRECISION": "no", **ONE_THREAD}, {}, 6),
         ({"LOCAL_WORLD_SIZE": "2"}, {}, 3),
         ({"LOCAL_WORLD_SIZE": "8"}, {}, 1),

@@ -60,7 +60,7 @@ FAILS = """
 
 
 def command(lines: str) -> dict:
-    """Arguments for `subprocess` that run these lines, with Python's usual buffering of output."""
+    """Return arguments for `subprocess` that run these lines with Python's usual buffering."""
     environ = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     return {"args": [sys.executable, "-c", PROGRAM + lines], "cwd": REPOSITORY, "env": environ}
 

@@ -94,7 +94,7 @@ def test_muon_and_adapters_need_less_memory_and_a_teacher_needs_more():
 
 @pytest.mark.parametrize(
     ("shape", "recompute", "measured"),
-    [  # measured GiB of `python train_pretrain_accelerate.py` without libraries: 2 cores, fp32
+    [  # GiB that `python train_pretrain_accelerate.py` used besides libraries: 2 cores, fp32
         ({}, "off", 0.67),
         ({"dropout": 0.1}, "off", 1.09),
         ({"n_heads": 8, "vocab_size": 6400}, "off", 0.94),
@@ -151,7 +151,7 @@ def test_the_bytes_sent_equal_a_count_by_hand():
     assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)
     once = estimate(replace(KINDS["zero2"], coalesces=True), work).sent / (3 / 4 * n)
     assert once == pytest.approx(2 * (2 + 1), rel=1e-3)
-    # Here the weights stay gathered from forward to backward.
+    # In zero3.json weights stay gathered from forward to backward, in zero_infinity.json not.
     assert sent["zero3"] == pytest.approx(2 * 3 * (1 + 1), rel=1e-3)
     assert sent["zero_infinity"] == pytest.approx(2 * 3 * (1 + 2), rel=1e-3)
 

@@ -68,7 +68,7 @@ def test_the_router_computes_in_fp32_under_autocast():
     assert torch.equal(probabilities, experts.route(x.bfloat16()))
 
 
-def test_the_balancing_loss_is_one_for_an_even_load_and_the_same_for_every_division():
+def test_the_balancing_loss_is_one_for_an_even_load_and_independent_of_how_a_batch_is_divided():
     even = torch.full((2, 1, 4, 4), 0.1) + 0.6 * torch.eye(4)
     found = load_balance(even, torch.ones(1, 4, dtype=torch.bool), 1)
     assert {name: float(value) for name, value in found.items()} == pytest.approx(

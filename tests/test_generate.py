@@ -53,7 +53,7 @@ def expected(weights: Path, prompt: str, n: int, **sampling) -> str:
     return tokenizer.decode(ids + new)
 
 
-@pytest.mark.parametrize("prompt", ["sum 3:", "sum 3: ", " "])  # " " begins the first new token
+@pytest.mark.parametrize("prompt", ["sum 3:", "sum 3: ", " "])  # a last space begins the new text
 def test_the_prompt_and_a_continuation_sampled_by_the_flags_are_printed(call, weights, prompt):
     settings = {"temperature": 1.5, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "seed": 5}
     settings["repetition_penalty"] = 1.3
@@ -127,7 +127,7 @@ def test_interactive_prompts_are_read_until_the_input_ends(call, weights):
     assert code == 2
 
 
-REFUSED = {  # program: {flags after the folder of the run: a keyword of the message}
+REFUSED = {  # program: {flags after the folder of weights: a pattern in the message}
     "generate": {
         (): "nothing to continue",
         ("--prompt", ""): "is empty",

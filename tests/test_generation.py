@@ -84,12 +84,12 @@ def test_texts_that_join_and_leave_a_batch_are_the_same_as_alone(long, monkeypat
     batch.add(texts[:2])
     for _ in range(7):
         batch.step()
-    batch.add(texts[2:4])  # a longer prompt: the cache grows
+    batch.add(texts[2:4])
     for _ in range(5):
         batch.step()
     assert texts[0].finish_reason == texts[2].finish_reason == "length"
     assert batch.texts == [texts[1], texts[3]]
-    batch.add(texts[4:])
+    batch.add(texts[4:])  # a longer prompt: the cache grows
     while batch.texts:
         batch.step()
     batch.add([again := text_of(*prompts(20), 6)])  # after all texts have left

@@ -141,11 +141,11 @@ def test_llama_3s_rope_scaling_and_head_dim_are_imported_and_exported(packed, tm
         old = {"rope_parameters": None, "rope_scaling": rope, "rope_theta": base}
         llama = edited(llama, tmp_path / "old", rms_norm_eps=None, **old)
     import_weights.main([str(llama), str(tmp_path / "out")])
-    # Frequencies are fp32 in both models; a different last bit grows with the position.
+    # Both models round frequencies to fp32. The effect of a different last bit grows with position.
     assert_same_model(tmp_path / "out", llama, atol=1e-4)
     config = load_portable(tmp_path / "out").config
     assert (config.head_dim, config.rope_theta, config.rope_scaling.factor) == (16, 500, 4)
-    assert config.norm_eps == 1e-6  # the default
+    assert config.norm_eps == 1e-6  # transformers' default
 
     shutil.copy(packed / "tokenizer.model", tmp_path / "out")
     export_hf.main([str(tmp_path / "out"), str(tmp_path / "hf")])

@@ -78,7 +78,7 @@ def test_a_later_interrupt_in_a_notebook_does_not_end_the_kernel(
     assert exit_codes == []
 
 
-def test_a_checkpoint_is_due_save_minutes_after_the_last_one(request_of, clock):
+def test_the_next_save_is_due_save_minutes_after_the_last_save(request_of, clock):
     stop, never = request_of(save_minutes=0.5), request_of()
     for _ in range(2):
         for seconds, due in ((30, False), (0.1, True)):
@@ -116,7 +116,7 @@ def test_a_stopped_run_leaves_a_note_if_saved_and_exits_with_code_1_if_not(monke
 
 
 @pytest.mark.parametrize("earlier", ["", r" --resume=my\ runs/a", " --resume 'my runs/a'"])
-def test_the_command_that_resumes_is_the_typed_one_with_resume(monkeypatch, earlier):
+def test_the_command_that_resumes_is_the_typed_command_with_resume_added(monkeypatch, earlier):
     for name in ("RESUME_WITH", "RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     again = "--dim 8 --resume 'my runs/b'"

@@ -1,4 +1,4 @@
-"""What a run reports: mean losses, speed, lines and rows."""
+"""The log of a run: mean losses, speed, lines and rows."""
 
 import json
 import re

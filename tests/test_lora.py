@@ -1,4 +1,4 @@
-"""LoRA adapters: which layers get one, which weights are trained, what merging gives."""
+"""LoRA adapters: which layers have adapters, which weights are trained, what merging gives."""
 
 import math
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_only_trained_weights_have_gradients():
         assert have == (adapters if only_lora else adapters | others)
 
 
-def test_merged_weights_give_a_plain_model_the_logits_of_the_adapted_one():
+def test_merged_weights_give_a_plain_model_the_logits_of_the_adapted_model():
     model = adapted()
     plain = opinionated(vocab_size=50, seq_len=16)
     merged = merged_weights(dict(model.named_parameters()), model.lora)

@@ -10,7 +10,7 @@ VOCAB, SEQ_LEN, BATCH = 60, 21, 3
 
 
 def some_targets() -> torch.Tensor:
-    """Targets that fill no chunk exactly: all ignored in the first sequence, some in the others."""
+    """63 targets: all ignored in the first sequence, some in the others. The last chunk has 15."""
     targets = torch.randint(VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(3))
     targets[0] = IGNORE_INDEX
     targets[1:, ::4] = IGNORE_INDEX
@@ -98,12 +98,12 @@ def test_logits_are_computed_one_chunk_at_a_time(in_chunks, recompute):
         (6_400, 1 << 20, 1 << 20, 1 << 20),
         (32_768, 1 << 20, 1 << 20, 1 << 20),  # up to here there is one chunk
         (49_152, 512, 512, 512),
-        (49_152, 4_096, 683, 4_096),  # 6 chunks, of which the last is a little smaller
+        (49_152, 4_096, 683, 4_096),  # on a CPU 6 chunks, the last a little smaller
         (128_256, 4_096, 256, 2_048),
-        (128_256, 24 * 1_024, 262, 2_048),  # 94 and 12 chunks
+        (128_256, 24 * 1_024, 262, 2_048),  # 94 chunks and 12 chunks
     ],
 )
-def test_a_vocabulary_above_32768_is_cut_into_equal_chunks(vocab_size, tokens, on_cpu, on_gpu):
+def test_tokens_form_equal_chunks_if_vocab_size_is_above_32768(vocab_size, tokens, on_cpu, on_gpu):
     for device, at_once in (("cpu", on_cpu), ("cuda", on_gpu)):
         assert loss.tokens_at_once(vocab_size, tokens, torch.device(device)) == at_once
 

@@ -125,7 +125,7 @@ def helper() -> Helper:
 
 
 class Forked(subprocess.Popen):
-    """A program of this Python that runs in a fork of this process."""
+    """A Python program that runs in a fork of this process."""
 
     def __init__(self, words, environ, search, cwd=".", output=None, start_new_session=False):
         self.args, self.returncode = words, None
@@ -146,7 +146,7 @@ def become(words: list[str], environ: dict, search: list[str], cwd: str, output:
     Args:
         words: the command line after "python".
         search: a fresh interpreter's sys.path without its first entry.
-        output: the file for stdout and stderr; None: they stay as they are.
+        output: the file for stdout and stderr; None keeps the streams of this process.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
