@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py [flags]
 
-It reads the data that `python -m scripts.prepare_data` wrote and writes a run folder. A step always
-means an optimizer step. A micro-batch is the sequences of one forward pass on one process.
+The program reads the data that `python -m scripts.prepare_data` wrote, and writes a run folder. A
+step is an optimizer step. A micro-batch is the sequences of one forward pass on one process.
 """
 
 from training.arguments import TrainingArguments

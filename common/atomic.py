@@ -1,7 +1,7 @@
 """Atomic files and folders: write to a temporary name, force it to the disk, then rename it.
 
-Only one process may write a path at a time. Files that a killed writer
-left unfinished are replaced.
+Only one process may write a path at a time. If a writer was killed, the next writer
+replaces its unfinished files.
 """
 
 import errno
@@ -63,7 +63,7 @@ def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
     """Call `whole_folder` for an output folder that the user has named. Raises UsageError if `out`
-    is not empty, unless `overwrite` is True and `is_one(out)` says that `out` is a `what`."""
+    is a file. If `out` is not empty, both `overwrite` and `is_one(out)` must be True."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):
         if out.is_file() or not is_one(out):

@@ -75,7 +75,7 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
         message = f"no space left on the disk: {error}" if disk_full else str(error)
-        if "Traceback" in message:  # from a worker process; its last line is the message
+        if "Traceback" in message:  # from a worker process: keep only the last line
             message = message.strip().splitlines()[-1]
         message = " ".join(message.split()) or type(error).__name__
         if not isinstance(error, ReportedError):

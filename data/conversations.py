@@ -73,7 +73,7 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
     """Return the turns of a conversation. Raises UsageError, which begins with `where`, if the
-    format is unknown, if `check_turns` refuses it, or if no answer counts in the loss."""
+    format is unknown, if `check_turns` refuses the turns, or if no answer counts in the loss."""
     if value.get("history"):
         raise UsageError(f'{where}: "history" is not supported: put all turns into "messages"')
     turns = _turns(value, where)
@@ -169,8 +169,8 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
     """Yield one question about each public function, method and class that has a short summary. The
-    answer is the signature or the summary. A second question about it could land in the other split
-    and reveal the answer."""
+    answer is the signature or the summary. A second question about the same object could land in
+    the other split and reveal the answer."""
     seen = set()
     for path in files:
         relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")

@@ -29,7 +29,7 @@ BUILTIN = "builtin"
 TEXT_COLUMN = "text"
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSONL, ".csv", ".parquet")
-SECTION_BYTES = 16 * 1024  # largest document of a .txt by default
+SECTION_BYTES = 16 * 1024  # bytes of the largest document of a .txt, by default
 CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
 BATCH_ROWS = 64  # rows of Parquet in memory at once
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.

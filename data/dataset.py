@@ -49,7 +49,7 @@ class TokenStream(Dataset):
         self._shards = [np.memmap(file, self.description["dtype"], mode="r") for file in files]
 
     def __reduce__(self) -> tuple:
-        # A pickled memory map would contain the data. A worker opens the files again.
+        # A pickled memory map would contain the data. A worker therefore opens the files again.
         return type(self), (self.folder, self.split, self.seq_len)
 
     @property
@@ -180,8 +180,8 @@ def pad(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def padded_length(longest: int, seq_len: int, on_gpu: bool) -> int:
-    """Return `longest`, rounded up, because the blocks are compiled for each length that occurs.
-    On a GPU compiling costs more and padding less: fewer lengths, 48, 64, 96, 128, 192, 256, ..."""
+    """Round `longest` up, because the blocks are compiled for each length that occurs. On a GPU
+    compiling costs more and padding less, so there are fewer lengths: 48, 64, 96, 128, 192, ..."""
     if on_gpu:
         power = max(64, 1 << (longest - 1).bit_length())
         length = 3 * power // 4 if longest <= 3 * power // 4 else power

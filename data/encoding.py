@@ -89,7 +89,7 @@ def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterat
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         raw = text.encode()
         number = hash_of(raw)
-        random = np.random.default_rng(number)  # the same text is always split the same way
+        random = np.random.default_rng(number)  # a text is always split in the same ways
         others = (split_at_random(ids, tokenizer, random) for _ in range(segmentations - 1))
         tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
         yield Document(tokens, len(raw), number)
@@ -135,7 +135,7 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
     """Yield a function that takes records and a partial of `encode_batch`, and yields encoded
-    batches. Texts above BATCH_BYTES use `workers` processes. Raises UsageError if one is killed."""
+    batches. Above BATCH_BYTES, `workers` processes encode. Raises UsageError if one is killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # an earlier tokenizer may have had the same path
         yield lambda records, encode: map(encode, _batches(records))

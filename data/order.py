@@ -80,7 +80,7 @@ def _in_periods(positions: np.ndarray, size: int, of_period: Callable) -> np.nda
     return out
 
 
-WINDOW = 32  # number of global batches whose samples are sorted by length together
+WINDOW = 32  # the samples of at most this many global batches are sorted by length together
 
 
 @dataclass(kw_only=True)
@@ -93,8 +93,8 @@ class LengthSampler(MicroBatchSampler):
     global_batch: int  # samples of one step, on all processes together
 
     def __post_init__(self):
-        # A window that spans two epochs may hold a sample twice. Sorting often puts both into one
-        # batch. A window of at most a quarter of an epoch seldom spans two epochs.
+        # A window that spans two epochs may hold a sample twice. Sorting often puts both copies
+        # into one batch. A window of at most a quarter of an epoch seldom spans two epochs.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 

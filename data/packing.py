@@ -1,7 +1,7 @@
 """Turn text files into token shards: train the tokenizer, encode in several processes, write.
 
-The shards hold BOS, text, EOS of each document in turn. Training cuts this stream into sequences,
-so no position is padding.
+The shards hold BOS, text, EOS of each document in turn. Pretraining cuts this stream into
+sequences, so no position is padding.
 """
 
 import hashlib
@@ -134,7 +134,7 @@ def prepare(
 
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
     """Describe files and settings. Equal descriptions lead to equal shards.
-    Raises UsageError if the tokenizer cannot be read, OSError if a file cannot be read."""
+    Raises UsageError if the tokenizer cannot be read, OSError if a file is missing."""
     if options.tokenizer is not None:
         open_tokenizer(options.tokenizer)  # refuse a wrong file early
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]

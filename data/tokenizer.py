@@ -111,7 +111,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Map every piece, spelled in the characters of byte-level BPE, to its id."""
+        """Map every piece that is not an added token, in byte-level BPE's spelling, to its id."""
         added = self._model.get_added_tokens_decoder()
         return {text: id for text, id in self._model.get_vocab().items() if id not in added}
 

@@ -1,7 +1,7 @@
 """Key/value cache: keep the keys and values of past tokens, so that each token is computed once.
 
-Dimension 0 of a stored tensor counts sequences, dimension 2 positions of a sequence. Shorter
-prompts are padded on the right; new tokens overwrite the padding.
+Dimension 0 of a stored tensor counts sequences, dimension 2 positions of a sequence. Prompts that
+are shorter than the longest are padded on the right; new tokens overwrite the padding.
 """
 
 import weakref
@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from model.attention import fused_attention
 from model.config import LMConfig
 
-# A whole context could take gigabytes. On a GPU, a mask is copied unless 16 divides its length.
-STRETCH = 64  # positions are allocated in multiples of it
+# A full cache may take gigabytes. On a GPU, a mask is copied unless 16 divides its length.
+STRETCH = 64  # allocated positions: a multiple of it, or the whole context
 
 
 class LayerCache:
     """The keys and values of one block, each (B, n_kv_heads, allocated positions, head_dim)."""
 
     def __init__(self, cache: "Cache", keys: Tensor, values: Tensor):
-        self.cache = weakref.ref(cache)  # a cycle would keep the memory of a cache that is dropped
+        self.cache = weakref.ref(cache)  # a reference cycle would keep a dropped cache in memory
         self.keys, self.values = keys, values
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ class LayerCache:
         else:
             keys[cache.rows, :, cache.columns] = k[:, 0]
             values[cache.rows, :, cache.columns] = v[:, 0]
-        # Group the query heads that share a key/value head in dimension 2.
-        grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])  # (B, n_kv_heads, group, D)
+        # Group the query heads that share a key/value head: (B, n_kv_heads, group, head_dim).
+        grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])
         width = cache.longest if cache.mask is None else cache.mask.shape[-1]
         keys, values = keys.narrow(2, 0, width), values.narrow(2, 0, width)
         return F.scaled_dot_product_attention(grouped, keys, values, cache.mask).view(q.shape)
@@ -49,14 +49,14 @@ class LayerCache:
 
 class Cache:
     """The cache of all blocks. It grows with its sequences, up to max_seq_len positions. `lengths`
-    has each prompt's length. The first pass must read the prompts. Call `advance` before others."""
+    counts each prompt's tokens. The first pass reads the prompts; call `advance` before others."""
 
     def __init__(
         self, config: LMConfig, lengths: list[int], dtype: torch.dtype, device: torch.device
     ):
         self.device, self.context = device, config.max_seq_len
         self.allocated = min((max(lengths) // STRETCH + 2) * STRETCH, self.context)  # positions
-        self.fixed = False  # True: each pass has the same shapes, so one can be recorded
+        self.fixed = False  # True: each pass has the same shapes, so a pass can be recorded
         shape = (2, len(lengths), config.n_kv_heads, self.allocated, config.head_dim)
         self.layers = [
             LayerCache(self, *torch.zeros(shape, dtype=dtype, device=device))
@@ -69,19 +69,19 @@ class Cache:
         self.lengths = lengths
         self.longest = max(lengths)  # tokens of the longest sequence
         self.rows = torch.arange(len(lengths), device=self.device)
-        self.columns = torch.tensor(lengths, device=self.device)  # next position of each
+        self.columns = torch.tensor(lengths, device=self.device)  # next position of each sequence
         self.equal_lengths = min(lengths) == self.longest
         # (B, 1, 1, positions), True where the new token attends; None if it attends everywhere
         self.mask: Tensor | None = None
         self.replay: Callable[[Tensor], Tensor] | None = None  # runs a recorded pass
 
     def advance(self) -> None:
-        """Make room for new tokens and count them. Raises ValueError if the context is full."""
+        """Make room for a token per sequence. Raises ValueError if the context is full."""
         if self.longest == self.allocated:
             if self.allocated == self.context:
                 raise ValueError(f"a sequence fills the context of {self.context} tokens")
             self._allocate(min(2 * self.allocated, self.context))
-            self._set_lengths(self.lengths)  # the recorded pass knows the old addresses
+            self._set_lengths(self.lengths)  # drop the recorded pass: it uses the old addresses
         self.lengths = [length + 1 for length in self.lengths]
         self.longest += 1
 

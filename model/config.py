@@ -44,8 +44,8 @@ class LMConfig:
     If `hidden_dim` is None, it becomes 2/3 of 4·dim, rounded up to `multiple_of`, as in Llama's
     release. If `head_dim` is None, it becomes dim / n_heads.
 
-    Raises ConfigError if a value is out of range, if n_heads is not divisible by n_kv_heads, or if
-    dim is not divisible by n_heads and head_dim is None."""
+    Raises ConfigError if a value has the wrong type or is out of range, or if values contradict
+    each other, for example if n_heads is not divisible by n_kv_heads."""
 
     dim: int = setting(512, "width of the residual stream")
     n_layers: int = setting(8, "transformer blocks")
@@ -69,7 +69,7 @@ class LMConfig:
     n_shared_experts: int = setting(0, "additional experts of a block, which every token uses")
     moe_hidden_dim: int | None = setting(None, "inner width of an expert (default: hidden_dim)")
     router_aux_loss: float = setting(0.1, "factor of the balancing loss in the training loss")
-    norm_topk_prob: bool = setting(False, "weights with the sum 1", flag=False)  # MiniMind's
+    norm_topk_prob: bool = setting(False, "divide chosen experts' weights by their sum", flag=False)
     use_flash_attn: bool = setting(
         True,
         "fast attention: PyTorch's fused kernels on a GPU, blocks of rows on a CPU; without it, "

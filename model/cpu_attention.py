@@ -32,8 +32,8 @@ def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _blocks(seq_len: int, group: int) -> list[tuple[int, int]]:
-    """Return the positions (start, end) of each block. Every block except the last has at least
-    64 positions. docs/lab-log.md compares block sizes."""
+    """Return the positions (start, end) of each block. Every block except the last has
+    max(64, 128 // group) positions. docs/lab-log.md compares block sizes."""
     size = max(64, 128 // group)
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 

@@ -5,7 +5,7 @@ expert's own matrix, and no token is dropped. The matrices of all experts are st
 parameters, so every parameter always has a gradient: zeros for an expert that got no token.
 
 By default the router's probabilities are not divided by the sum over the chosen experts. With one
-expert per token this quotient is 1, and the router learns nothing from the loss of the tokens.
+expert per token the quotient would be 1, and the loss of the tokens would not train the router.
 """
 
 import torch
@@ -21,8 +21,8 @@ class Experts(nn.Module):
     """E routed experts, of which each token uses K, and S shared experts, which every token uses.
 
     Each expert is a SwiGLU network of width moe_hidden_dim. The output is the sum of the outputs of
-    the token's experts, where a routed expert counts with its probability. All weights are direct
-    parameters, so that ZeRO-3 gathers them together.
+    the token's experts; the output of a routed expert is multiplied by its probability. All weights
+    are direct parameters, so that ZeRO-3 gathers them together.
     Source: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961."""
 
     def __init__(self, config: LMConfig):
@@ -33,7 +33,7 @@ class Experts(nn.Module):
         self.dropout = config.dropout
         count, hidden_dim = self.n_routed + self.n_shared, config.moe_hidden_dim
         self.router = nn.Parameter(torch.empty(self.n_routed, config.dim))
-        # In each parameter the shared experts are the last ones.
+        # In w1, w2 and w3, the shared experts are the last ones.
         self.w1 = nn.Parameter(torch.empty(count, hidden_dim, config.dim))  # gate
         self.w2 = nn.Parameter(torch.empty(count, config.dim, hidden_dim))  # output
         self.w3 = nn.Parameter(torch.empty(count, hidden_dim, config.dim))  # value
@@ -44,7 +44,7 @@ class Experts(nn.Module):
         weights, chosen = self.choose(probabilities)  # (B, T, K + S) each
         order = chosen.flatten().argsort(stable=True)  # sorts the tokens' copies by expert
         n_copies = chosen.shape[-1]
-        # Each copy is read once, so backward adds no rows, which a GPU would add in varying order.
+        # Indexing x itself with repeats would make backward add rows, on a GPU in varying order.
         copies = x.unsqueeze(2).expand(-1, -1, n_copies, -1).flatten(0, 2)
         rows = copies.index_select(0, order)  # (B · T · (K + S), dim)
         experts = torch.arange(len(self.w1), device=x.device)
@@ -101,8 +101,8 @@ def load_balance(routing: Tensor, counts: Tensor, n_chosen: int) -> dict[str, Te
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows of each group by the group's own matrix.
 
-    rows are (R, in), weight is (G, out, in), ends has the row behind each group, int32 (G,). It is
-    an operation of its own, because PyTorch cannot compile the grouped product in fp32."""
+    rows are (R, in), weight is (G, out, in), ends has the row behind each group, int32 (G,). The
+    product is a custom operation, because PyTorch cannot compile the grouped product in fp32."""
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 

@@ -1,6 +1,6 @@
-"""LoRA: freeze a trained matrix and add an adapter, a trained product of two thin matrices.
+"""LoRA: freeze a pretrained matrix and train an adapter, a product of two thin matrices.
 
-y = W x + (alpha / dim) · B A x, with A of shape (dim, in) and B of shape (out, dim). Source: Hu et
+y = W x + (alpha / dim) · B A x. The rank is dim: A is (dim, in), and B is (out, dim). Source: Hu et
 al., https://arxiv.org/abs/2106.09685. Scaling and initial values are as in PEFT. B starts at zero,
 so at first the model computes the same as without adapters. DeepSpeed-Chat has the same flags,
 but scales by 1 / dim.
@@ -52,9 +52,9 @@ class LoRALinear(nn.Linear):
 def add_lora(model: Transformer, lora: LoRA) -> Transformer:
     """Add an adapter to each linear layer with `module_name` in its name. Return the same model.
 
-    The weights of these layers are frozen. Experts are frozen too and get no adapters: in a model
+    The weights of these layers are frozen. Experts are frozen too and get no adapters: in a block
     with experts, only attention is adapted. With only_lora, all other parameters are frozen too.
-    Raises ConfigError if `dim` is out of range, or if a layer cannot have an adapter."""
+    Raises ConfigError if `dim` is out of range, if no layer or a tied output layer is selected."""
     module_name = lora.module_name
     if not 1 <= lora.dim <= model.config.dim:
         raise ConfigError(f"lora_dim must be from 1 to dim ({model.config.dim}), not {lora.dim}")

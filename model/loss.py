@@ -23,7 +23,7 @@ class TokenLoss(nn.Module):
     """Cross-entropy in fp32. It is a module, so that it can be compiled separately."""
 
     def forward(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the mean loss of logits (B, T, vocab_size), or for "none" each loss, (B, T)."""
+        """Return the mean loss of logits (B, T, vocab_size), or with "none" all losses, (B, T)."""
         loss = F.cross_entropy(
             logits.flatten(0, 1).float(),  # (B · T, vocab_size)
             targets.flatten(),

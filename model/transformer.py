@@ -135,7 +135,7 @@ class Transformer(nn.Module):
             cache: for generation; it holds the keys and values of the past and stores new ones.
                 Only the last token of each sequence then has logits, (B, vocab_size).
 
-        Returns: logits, (B, T, vocab_size); or the cross-entropy in nats, fp32, see `reduction`.
+        Returns a TransformerOutput with logits, (B, T, vocab_size), or the loss in nats, fp32.
 
         Raises ValueError if the sequence is longer than max_seq_len."""
         seq_len = tokens.shape[1]
@@ -202,7 +202,7 @@ class Transformer(nn.Module):
     def flops_per_token(self, seq_len: float) -> float:
         """Return the model FLOPs per token of forward and backward for sequences of seq_len tokens.
 
-        They are 6 per trained and 4 per frozen parameter (of experts, those that a token uses),
+        They are 6 per trained and 4 per frozen parameter (an expert counts if the token uses it),
         plus for attention 12·n_layers·n_heads·head_dim·seq_len, as if every position saw all
         others. An untied input embedding is a lookup and does not count. Source: PaLM, appendix B,
         https://arxiv.org/abs/2204.02311."""
@@ -216,7 +216,7 @@ class Transformer(nn.Module):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw a layer's weights from a normal distribution with standard deviation 0.02.
 
-        Layers that write into the residual stream have 0.02 / sqrt(2·n_layers), as in GPT-2,
+        Layers that write into the residual stream use 0.02 / sqrt(2·n_layers), as in GPT-2,
         because their 2·n_layers outputs are added up. Under `deepspeed.zero.Init`, `apply`
         gathers the whole weight before this call."""
         if not isinstance(module, nn.Linear | nn.Embedding | Experts):

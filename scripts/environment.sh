@@ -1,5 +1,5 @@
-# run_accelerate.sh and run_tests.sh source this file. Its argument is a requirements file. It sets "$python" to a Python
-# that has all packages of the requirements: the Python of the active environment, or of .venv, where it installs them once.
+# run_accelerate.sh and run_tests.sh source this file. Its argument is a requirements file. "$python" becomes a
+# Python with exactly these versions: that of the active environment, or of .venv, where this file installs them once.
 
 fail() { echo "error: $1" >&2; exit 2; }
 requirements=$1
