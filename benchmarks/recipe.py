@@ -9,6 +9,7 @@ reused. A formula is fitted to the runs of a text; out/benchmarks/recipe.png sho
 """
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,7 @@ def choices() -> list[dict]:
             ended.add((machine, text))
             time += f", ends after {minutes:.0f} min" if minutes > 1 else ", ends within a minute"
         model = plan.model
-        size = {"million parameters": model.parameters / 1e6, "million tokens": plan.worth / 1e6}
+        size = {"million parameters": model.parameters / 1e6, "million tokens": worth(plan) / 1e6}
         rows.append(
             {
                 "machine": machine,
@@ -160,6 +161,12 @@ def choices() -> list[dict]:
             }
         )
     return rows
+
+
+def worth(plan: recipe.Plan) -> float:
+    """Return tokens; after 15 passes a pass is worth 1/e: https://arxiv.org/abs/2305.16264."""
+    repeats = 15.4 * -math.expm1(min(0, 1 - plan.passes) / 15.4)
+    return plan.tokens / max(1, plan.passes) * (1 + repeats)
 
 
 def planned(

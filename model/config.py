@@ -72,8 +72,8 @@ class LMConfig:
     norm_topk_prob: bool = setting(False, "divide chosen experts' weights by their sum", flag=False)
     use_flash_attn: bool = setting(
         True,
-        "fast attention: PyTorch's fused kernels on a GPU, blocks of rows on a CPU (if dropout is 0); "
-        "without it, plain matrix products and softmax over all T × T scores (T: sequence length)",
+        "fast attention: PyTorch's fused kernels on a GPU, blocks of rows on a CPU (if dropout is "
+        "0); without it, plain matrix products and softmax over T × T scores (T: sequence length)",
     )
 
     def __post_init__(self):

@@ -77,6 +77,12 @@ def test_a_small_text_is_read_at_most_the_maximum_number_of_passes():
     assert plan.passes == pytest.approx(TEXT.most_passes, rel=0.01)
 
 
+def test_repeated_tokens_count_in_full_when_the_model_is_chosen():
+    texts = [replace(TEXT, seconds=6e5, tokens=tokens, most_passes=15) for tokens in (3.4e5, 5.2e5)]
+    dims = [choose(text, MODELS, at(2e11)).model.settings["dim"] for text in texts]
+    assert dims == [128, 192]  # measured for 1.0 MB of plays and 1.6 MB of source code
+
+
 @pytest.mark.parametrize("tokens", [2e5, 3.7e6])
 @pytest.mark.parametrize("processes", [1, 8, 64])
 def test_a_batch_leaves_200_steps_unless_its_micro_batches_have_one_sequence(tokens, processes):

@@ -24,8 +24,6 @@ TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 3.5, 0.286, 20
 # fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
 BATCH, BATCH_RISE, LEAST_STEPS = 4096, 0.5, 200
 MIN_STEPS = 20  # minimum steps of a plan, even if they take too long
-# The worth of a repeated pass falls to 1/e after 15 passes: https://arxiv.org/abs/2305.16264
-WORTH_PASSES = 15.4
 EVALUATIONS = 4  # validations in a run
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
 LOG_LINES = 50  # log lines in a run, approximately
@@ -78,18 +76,11 @@ class Plan:
         return self.tokens / self.steps / self.step_seconds
 
     @property
-    def worth(self) -> float:
-        """Training tokens, where a token of a repeated pass counts less than a new token."""
-        if self.passes <= 1:
-            return self.tokens
-        repeats = WORTH_PASSES * -math.expm1((1 - self.passes) / WORTH_PASSES)
-        return self.tokens / self.passes * (1 + repeats)
-
-    @property
     def excess(self) -> float:
-        """Tokens per parameter divided by the suitable number; above 1 the model is too small."""
+        """Tokens per parameter divided by the suitable number; above 1 the model is too small.
+        Repeated tokens count in full: on small texts this was better (docs/recipe.md)."""
         suitable = TOKENS_PER_PARAMETER * (self.tokens / TOKENS) ** RISE
-        return self.worth / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
+        return self.tokens / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
 
 
 def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, Any]:
