@@ -119,7 +119,7 @@ def final_numbers(run: History) -> dict[str, str]:
     validation = run.validation[-1] if run.validation else {}
     losses = [(loss, step) for step, loss in series(run.validation, "val_loss") if loss is not None]
     best_loss, best_step = min(losses, default=(None, None))
-    # "step_seconds" is the mean time of the steps since the previous row.
+    # "step_seconds" is a mean since the previous row. It may leave out a resumed run's first step.
     n_steps = np.diff([0, *(row["step"] for row in run.train)])
     seconds = [number(row.get("step_seconds")) or 0.0 for row in run.train]
     numbers = {
