@@ -19,7 +19,7 @@ from model import IGNORE_INDEX
 def document_rows(
     records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, stride: int
 ) -> Iterator[Row]:
-    """Yield the windows of each document `<s> text </s>`. A document is a unit.
+    """Yield the windows of each document `<s> text </s>`; `Row.unit` is the document's index.
 
     A window has up to seq_len ids. The next window begins `stride` ids later. Each id after <s> is
     predicted once. Its context is all ids before it, or at least seq_len - stride + 1 of them.
@@ -44,8 +44,8 @@ def conversation_rows(
 ) -> Iterator[Row]:
     """Yield one row for each conversation, as training reads it (see `ConversationSet`).
 
-    A conversation is a unit. A long conversation is cut after the last answer that ends within
-    seq_len targets. It is left out if no answer ends within seq_len targets. `counts`
+    `Row.unit` is the conversation's index. A long conversation is cut after the last answer that
+    ends within seq_len targets. It is left out if no answer ends within seq_len targets. `counts`
     counts both cases, as "cut" and "left_out". Raises UsageError if a record is wrong.
     """
     for number, record in enumerate(records):

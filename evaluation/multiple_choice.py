@@ -40,7 +40,7 @@ def encode_choices(
 
     The ids are `<s> question delimiter choice`. If `delimiter` is None, they are a chat of two
     turns. A token may contain the end of the question and the start of a choice. Without a chat the
-    context is therefore the longest common beginning of the ids of the question and of all choices.
+    context is therefore the longest beginning that the question's ids and all choices' ids share.
     """
     if delimiter is None:
         chats = [[Turn(USER, text), Turn(ASSISTANT, choice)] for choice in choices]
@@ -56,9 +56,9 @@ def encode_choices(
 def question_rows(
     records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, delimiter: str | None
 ) -> Iterator[Row]:
-    """Yield one row per choice; a question is a unit.
+    """Yield one row per choice. All rows of a question have the same `Row.unit`.
 
-    The unit is (place, index of the right choice, True if a row is cut to fit the context).
+    This unit is (place, index of the right choice, True if a row is cut to fit the context).
     Raises UsageError if a line is not a question, or a choice has no token or exceeds the context.
     """
     for record in records:

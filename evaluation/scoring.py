@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
     unit: Hashable  # the document, conversation or question; its rows are consecutive
     tokens: Tensor  # (T,) int64
-    targets: Tensor  # (T,) int64; IGNORE_INDEX where the token is context only
+    targets: Tensor  # (T,) int64; IGNORE_INDEX for a target that is not scored
     n_bytes: float  # UTF-8 bytes of the targets' text; 0 if another row of the unit counts them
 
 
@@ -41,7 +41,7 @@ class Scorer:
 
     model: Transformer  # in evaluation mode, on the device
     accelerator: Accelerator  # gives the device and gathers scores
-    batch_size: int  # rows per process
+    batch_size: int  # rows that each process scores at once
     dtype: torch.dtype = torch.float32  # bfloat16 uses autocast; the loss is always fp32
 
     def units(self, rows: Iterable[Row]) -> Iterator[tuple[Hashable, np.ndarray]]:
@@ -88,7 +88,7 @@ def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None)
 
     Args:
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
-        dtype: "float32", "bfloat16", or None: bfloat16 if the GPU supports it.
+        dtype: "float32", "bfloat16", or None: bfloat16 if the GPU supports it, float32 if not.
     Raises UsageError if there is no such device, or if the launcher has the wrong flags.
     """
     n_gpus, environ = torch.cuda.device_count(), os.environ

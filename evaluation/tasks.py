@@ -59,7 +59,7 @@ def is_prepared(data: str) -> bool:
 
 
 def detect_task(data: str, text_column: str | None = None) -> str:
-    """Return the task for prepared data, or for the first line of the first file."""
+    """Return the task that fits prepared data, or the first record of the first file."""
     if is_prepared(data):
         is_chat = read_description(data)["kind"] == CONVERSATIONS
         return "conversations" if is_chat else "packed"

@@ -40,7 +40,7 @@ class Chart:
 
 
 def plot(chart: Chart):
-    """Return a matplotlib Figure over steps, or over tokens if runs differ in tokens per step."""
+    """Return a Figure over steps; over tokens if the runs' tokens per step are known and differ."""
     from matplotlib.figure import Figure  # loading it takes most of a second
 
     figure = Figure(chart.size, layout="constrained")

@@ -36,7 +36,7 @@ def read_history(path: Path) -> History:
     for row in read_rows(folder.metrics):
         if "val_loss" in row:
             validation[row["step"]] = row
-        elif "forward_seconds" not in row:  # the profiler's rows have it
+        elif "forward_seconds" not in row:  # only the profiler's rows have this key
             train[row["step"]] = row
     if not (train or validation):
         raise UsageError(f"{folder.metrics} is empty: the run has not logged a step yet")

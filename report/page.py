@@ -27,7 +27,7 @@ VAL_LOSS = replace(LOSS, title="Validation loss", key="val_loss")
 OTHERS = (
     Chart("Hard loss", "against the data, nats per token", "hard_loss", from_zero=False),
     Chart("Soft loss", "against the teacher, nats per token", "soft_loss"),
-    Chart("Agreement", "share of tokens with the teacher’s first choice", "agreement"),
+    Chart("Agreement", "share of tokens where both models have the same first choice", "agreement"),
     Chart("Learning rate", "of AdamW", "learning_rate"),
     Chart("Gradient norm", "before clipping", "grad_norm"),
     Chart("Throughput", "tokens per second", "tokens_per_second"),
@@ -63,7 +63,7 @@ def try_to_write_report(runs: list[Path], out: Path) -> str:
 
 
 def draw_losses(run: Path, picture: Path) -> None:
-    """Draw both losses of a run into a picture, such as a PNG."""
+    """Draw the training and validation loss of a run into a picture, such as a PNG."""
     (chart,) = losses(by_name([run]))
     figure = plot(replace(chart, size=(8, 4.5)))
     figure.axes[0].set_ylabel(LOSS.unit)
@@ -86,7 +86,7 @@ def charts(runs: dict[str, History]) -> list[Chart]:
 
 
 def losses(runs: dict[str, History]) -> list[Chart]:
-    """Return a chart of both losses; for several runs, a chart of each loss."""
+    """Return one chart of training and validation loss; for several runs, a chart of each."""
     train, validation = _curves(LOSS, runs), _curves(VAL_LOSS, runs)
     if len(runs) > 1:
         return [replace(LOSS, curves=train), replace(VAL_LOSS, curves=validation)]
@@ -119,7 +119,7 @@ def final_numbers(run: History) -> dict[str, str]:
     validation = run.validation[-1] if run.validation else {}
     losses = [(loss, step) for step, loss in series(run.validation, "val_loss") if loss is not None]
     best_loss, best_step = min(losses, default=(None, None))
-    # "step_seconds" is the mean time of the steps since the previous row.
+    # "step_seconds" is a mean since the previous row. It may leave out a resumed run's first step.
     n_steps = np.diff([0, *(row["step"] for row in run.train)])
     seconds = [number(row.get("step_seconds")) or 0.0 for row in run.train]
     numbers = {

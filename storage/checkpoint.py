@@ -5,7 +5,7 @@ A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent
     weights.safetensors    name → trained weights in fp32 (under DeepSpeed, the master weights)
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
                            name.momentum_buffer → Muon's momentum
-    random.safetensors     per process: random generators, and sums for the next log line
+    random.safetensors     per process: states of random generators, and sums for the next log line
     state.json             step, AdamW's step, validation loss, loss scale, processes, compiled,
                            model, adapters; "identity": settings that a resumed run must keep
     manifest.json          size and SHA-256 of each file above
@@ -87,7 +87,7 @@ def damage(path: Path) -> str | None:
 
 
 def _compare(folder: Path, names: set[str]) -> None:
-    """Raise an error unless the manifest lists exactly the files `names`, and each matches it."""
+    """Raise an error unless the manifest lists exactly `names` with the files' true checksums."""
     files = portable.read_json(folder / MANIFEST)["files"]
     if files.keys() != names:
         raise WeightsError(f"{MANIFEST} does not list exactly {', '.join(sorted(names))}")

@@ -29,8 +29,8 @@ def program_of(run: RunFolder) -> str:
 
 
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
-    """Return the run `name` in the folder `out`; without a name, the run in `out` that saved a
-    checkpoint last. Return None if there is no checkpoint."""
+    """Return the run `name` of `program` in the folder `out`; without a name, the run of `program`
+    in `out` that saved a checkpoint last. Return None if no such run has a checkpoint."""
     paths = [out / name] if name else out.glob("*")
     runs = newest_first(paths, program, lambda run: max(run.all_checkpoints(), default=None))
     return runs[0] if runs else None

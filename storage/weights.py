@@ -24,7 +24,7 @@ from storage.folder import RunFolder
 class Trained:
     """A trained model with its tokenizer."""
 
-    # The model is in evaluation mode. `load_trained` decides its device and precision.
+    # The model is in evaluation mode. The caller of `load_trained` chooses device and precision.
     model: Transformer
     tokenizer: Tokenizer  # the model was trained with this tokenizer
     folder: Path  # the weights were read from this folder

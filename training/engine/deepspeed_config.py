@@ -92,7 +92,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     problems += refusals_of_deepspeed(config)
     if problems:
         raise UsageError(f'{source}: {"; ".join(problems)} ("auto" takes the flag\'s value)')
-    if world_size == 1:  # no communication to overlap, but DeepSpeed would wait for the GPU
+    if world_size == 1:  # nothing to overlap; "overlap_comm" would make DeepSpeed wait for the GPU
         zero["overlap_comm"] = False
     # DeepSpeed's throughput timer would wait for the GPU at every forward pass.
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})

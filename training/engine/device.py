@@ -146,7 +146,7 @@ def attention_kernel(config: LMConfig, dtype: torch.dtype, device: torch.device)
         return "blocks of rows"
     n_kv_heads = config.n_kv_heads if takes_grouped_heads(dtype) else config.n_heads
     shape = (config.max_seq_len, config.head_dim)
-    # With gradients, because not every kernel has a backward pass for every shape.
+    # q and k need gradients, because not every kernel has a backward pass for every shape.
     q = torch.empty(1, config.n_heads, *shape, dtype=dtype, device=device, requires_grad=True)
     k = torch.empty(1, n_kv_heads, *shape, dtype=dtype, device=device, requires_grad=True)
     grouped = n_kv_heads != config.n_heads

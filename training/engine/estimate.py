@@ -179,7 +179,7 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
 def _buffers(kind: Kind, work: Workload) -> float:
     """Return the bytes of the buffers for the exchange of gradients and weights."""
     n, t, h = work.total, work.trained, work.itemsize
-    if kind.stage is None:  # with accumulation DDP needs buckets in addition to its sums
+    if kind.stage is None:  # with accumulation DDP needs buckets in addition to the gradients
         return 4 * t if work.processes > 1 and work.args.accumulation_steps > 1 else 0
     if work.on_cpu:
         return h * n * (CPU_COPIES_3 if kind.stage == 3 else CPU_COPIES)

@@ -160,7 +160,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
 
 @contextmanager
 def announced_wait() -> Iterator[None]:
-    """Context that prints one line if it lasts longer than FIRST_WAIT seconds."""
+    """Print one line if the context lasts longer than FIRST_WAIT seconds."""
     rank, host = os.environ.get("RANK", "0"), socket.gethostname()
     text = f"rank {rank} on {host} has waited {FIRST_WAIT} s for the other processes to begin: "
     text += "see docs/troubleshooting.md"
@@ -230,7 +230,7 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
 
 def _check_flag(name: str, value, source: str) -> None:
     """Raise UsageError if a flag of the launcher differs from `value`, which `source` gives.
-    The launcher sets the environment variable "ACCELERATE_" + `name`."""
+    The launcher passes the flag in the environment variable "ACCELERATE_" + `name`."""
     launched = os.environ.get(f"ACCELERATE_{name}", "auto")
     same = launched in ("auto", "none", "no", str(value))
     if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):

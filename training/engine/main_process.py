@@ -1,4 +1,4 @@
-"""Share decisions and errors among processes, so that an error of one process ends all."""
+"""Share decisions and errors among processes: an error in one process ends all processes."""
 
 import socket
 from collections.abc import Callable
