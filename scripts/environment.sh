@@ -15,9 +15,9 @@ if [ -z "$python" ]; then
   done
   [ -n "$base" ] || fail "Python 3.10 to 3.13 is needed; set PYTHON=/path/to/python"
   # PyPI's PyTorch is built for CUDA 13.0: it needs driver 580 and has no code for GPUs older than Turing (such as V100).
-  for fields in driver_version,compute_cap driver_version ""; do # old drivers do not know compute_cap
-    gpus=$(nvidia-smi --query-gpu=$fields --format=csv,noheader 2>/dev/null) && break
-  done
+  query() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null; }
+  # Old drivers do not know compute_cap. If both queries fail, their output is an error message.
+  gpus=$(query driver_version,compute_cap) || gpus=$(query driver_version) || gpus=
   while [ -n "${CUDA_VISIBLE_DEVICES-all}" ] && [ ! -e .venv ] && IFS= read -r gpu && [ -n "$gpu" ]; do
     capability=${gpu##* }
     ((${gpu%%.*} >= 580)) && ((${capability/./} >= 75)) ||

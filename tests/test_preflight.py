@@ -5,7 +5,9 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -276,6 +278,15 @@ def test_a_text_that_is_too_small_for_the_time_is_reported(packed, monkeypatch, 
     flags = dial_of(["--data", str(packed)], monkeypatch, MINUTES="10000").flags()
     assert "more text would help" in capsys.readouterr().out
     assert flags["max_steps"] < 10_000
+
+
+def test_the_dial_and_the_run_count_the_same_flops_with_a_teacher(packed, monkeypatch):
+    """Otherwise the dial would measure other code than the run compiles."""
+    made = dial_of(["--data", str(packed)], monkeypatch)
+    alone = made.prepared.flops_per_token
+    teacher = SimpleNamespace(shapes=made.prepared.shapes)
+    made.prepared = replace(made.prepared, teacher=teacher)
+    assert made.candidate({}).flops == made.prepared.flops_per_token > alone
 
 
 def test_only_segmentations_that_differ_allow_more_passes(packed, monkeypatch):

@@ -28,7 +28,10 @@ def in_the_repository(monkeypatch):
         ({"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "MACHINE_RANK 1 must be below NUM_MACHINES 1"),
         ({"MASTER_ADDR": "node1"}, "set NUM_MACHINES too"),
         ({"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "cannot resolve 'no name'"),
-        *(({"MINUTES": text}, "MINUTES must be a positive number") for text in ("0", "nan", "ten")),
+        *(
+            ({"MINUTES": text}, "MINUTES must be a positive number")
+            for text in ("0", "nan", "9" * 310)
+        ),
     ],
 )
 def test_variables_that_cannot_work_are_refused(environ, says):

@@ -49,7 +49,7 @@ class Candidate:
 
     settings: dict[str, Any]  # flags of the model
     parameters: int  # that compute a token
-    flops: float  # model FLOPs per token
+    flops: float  # model FLOPs per token, of a step with its teacher
     length: float  # mean tokens per sequence
     rows: int  # sequences per process in one micro-batch
 

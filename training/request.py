@@ -69,7 +69,7 @@ class Request:
 
     def _minutes(self) -> float | None:
         text = self.get("MINUTES")
-        if text and not (text.replace(".", "", 1).isdecimal() and float(text)):
+        if text and not (text.replace(".", "", 1).isdecimal() and 0 < float(text) < float("inf")):
             raise UsageError(f"MINUTES must be a positive number, such as 30, not {text!r}")
         return float(text) if text else None
 

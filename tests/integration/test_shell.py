@@ -64,6 +64,7 @@ def test_a_mistake_is_refused_in_one_line_before_anything_is_launched(clone, cor
         (["580.65.06, 9.0"], "0", False),
         (["550.54.15, 8.9"], "", False),  # the user trains on the CPU
         ([], "0", False),
+        (["No devices were found"], "0", False),  # nvidia-smi fails, and prints this
     ],
 )
 def test_a_gpu_that_the_pinned_pytorch_cannot_use_is_refused_before_an_installation(
@@ -71,7 +72,9 @@ def test_a_gpu_that_the_pinned_pytorch_cannot_use_is_refused_before_an_installat
 ):
     smi, python = tmp_path / "nvidia-smi", tmp_path / "python"
     known = "[ $1 = --query-gpu=driver_version ]" if gpus[:1] == ["470.82.01"] else "true"
-    smi.write_text(f"#!/bin/sh\n{known} || exit 2\n" + "".join(f"echo '{gpu}'\n" for gpu in gpus))
+    lines = [f"{known} || exit 2", *(f"echo '{gpu}'" for gpu in gpus)]
+    lines.append("exit 6" if gpus[:1] == ["No devices were found"] else "exit 0")
+    smi.write_text("\n".join(["#!/bin/sh", *lines]))
     python.write_text('#!/bin/sh\n[ "$1" = -c ]\n')  # a Python without packages and without venv
     smi.chmod(0o755)
     python.chmod(0o755)
