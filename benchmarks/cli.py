@@ -1,12 +1,10 @@
 """Functions for all benchmarks: flags, a heading with machine and command, Markdown tables."""
 
-import argparse
 import os
 import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -21,23 +19,6 @@ LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LO
 
 def new_parser(program: str, text: str) -> OneLineParser:
     return OneLineParser(prog=f"python -m {program}", description=text, allow_abbrev=False)
-
-
-def numbers(text: str) -> list[int]:
-    """Parse integers that are separated by commas."""
-    return [int(number) for number in text.split(",")]
-
-
-def names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a parser for known names that are separated by commas."""
-
-    def parse(text: str) -> list[str]:
-        found = [name.strip() for name in text.split(",")]
-        if wrong := [name for name in found if name not in known]:
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(known)}")
-        return found
-
-    return parse
 
 
 def say(text: str) -> None:

@@ -101,16 +101,15 @@ def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
     return found
 
 
-def select(contenders: list[Contender], text: str) -> list[Contender]:
-    """Return the contenders that are selected by a name or a group in `text`.
+def select(contenders: list[Contender], words: list[str]) -> list[Contender]:
+    """Return the contenders that are selected by a name or a group in `words`.
 
     Raises UsageError if a word is unknown; the message lists the known words.
     """
     known = sorted(set().union(*(contender.words for contender in contenders)))
-    words = {word.strip() for word in text.split(",")}
-    if wrong := words - set(known):
+    if wrong := set(words) - set(known):
         raise UsageError(f"--contenders: {min(wrong)!r} is none of {', '.join(known)}")
-    return [contender for contender in contenders if contender.words & words]
+    return [contender for contender in contenders if contender.words & set(words)]
 
 
 def environments(contender: Contender) -> list[dict[str, str]]:

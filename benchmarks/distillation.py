@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import REPOSITORY
-from benchmarks.cli import heading, new_parser, numbers, say, table
+from benchmarks.cli import heading, new_parser, say, table
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.shards import DESCRIPTION_FILE, read_description
 from model import ConfigError
@@ -70,7 +70,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=600, help="steps of a student")
     add("--teacher_steps", type=int, default=1200, help="steps of the teacher")
     add("--how", default="--temperature 2 --alpha 0.5", help="flags of distillation")
-    add("--seeds", type=numbers, default=[1, 2, 3], help="seeds of students; the teacher has 0")
+    seeds = "seeds of students; the teacher has 0"
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help=seeds)
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,7 @@
 """Run every engine on the same steps; report loss, time, memory and traffic, with estimates.
 
     python -m benchmarks.engines      # one process per GPU, or 2 on a CPU
-    python -m benchmarks.engines --processes 4 --dtype bfloat16 --engines ddp,zero2
+    python -m benchmarks.engines --processes 4 --dtype bfloat16 --engines ddp zero2
 
 Each engine is launched from its file in configs/, on the same text. On a CPU the processes get
 their own network namespace if possible (as root on Linux). Its loopback device counts the bytes
@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 
 from benchmarks import REPOSITORY
-from benchmarks.cli import clean_environment, heading, names, new_parser, say, table
+from benchmarks.cli import clean_environment, heading, new_parser, say, table
 from benchmarks.ours import OurStep, synchronize
 from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
@@ -68,7 +68,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     add = parser.add_argument
     processes = torch.cuda.device_count() or 2
     default = ENGINES[1:] if processes == 1 else ENGINES  # no DDP of one process
-    add("--engines", type=names(ENGINES), default=default, help=", ".join(ENGINES))
+    add("--engines", nargs="+", choices=ENGINES, default=default)
     add("--processes", type=int, default=processes, help="processes of each engine")
     add("--steps", type=int, default=20, help=f"steps; the first {WARMUP} warm up")
     shape = {"dim": 512, "n_layers": 8, "n_heads": 8, "batch_size": 4, "accumulation_steps": 2}

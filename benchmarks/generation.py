@@ -1,7 +1,7 @@
 """Compare the generation speed of this project with transformers' `generate`. Both decode
 greedily with the same untrained weights, and take turns in one process.
 
-    python -m benchmarks.generation --sizes 3m,26m
+    python -m benchmarks.generation --sizes 3m 26m
 
 On a CPU, this project is also measured without the layout of oneDNN (`inference.decoder.Packed`),
 on a GPU without CUDA graphs (`inference.decoder.record`).
@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.cli import heading, names, new_parser, numbers, table
+from benchmarks.cli import heading, new_parser, table
 from benchmarks.work import SIZES
 from common.errors import UsageError, one_line_errors
 from formats.hugging_face import llama_config, to_llama
@@ -51,9 +51,9 @@ def main(argv: list[str] | None = None) -> None:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
-    add("--sizes", type=names(SIZES), default="3m,26m", help=", ".join(SIZES))
-    add("--dtypes", type=names(DTYPES), default="float32,bfloat16", help=", ".join(DTYPES))
-    add("--batch_sizes", type=numbers, default="1,8", help="prompts continued together")
+    add("--sizes", nargs="+", choices=SIZES, default=["3m", "26m"])
+    add("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    add("--batch_sizes", type=int, nargs="+", default=[1, 8], help="prompts continued together")
     add("--rounds", type=int, default=5, help="turns of each contender")
     return parser.parse_args(argv)
 

@@ -42,7 +42,7 @@ PASSED, LATE = "passed", "out of time"
 # Tests that decide whether measurements mean anything, and the files with all tests of a GPU.
 CHECKS = "losses_on_a_gpu or rotation_on_a_gpu or compiled_blocks or fused_kernels"
 TESTS = ("tests/integration/test_gpu.py", "tests/test_decoder.py")
-ENGINES = "ours-compiled,ours-zero2-compiled"
+ENGINES = "ours-compiled ours-zero2-compiled"
 SIZES = {"104m": "--batch_size 32 --seq_len 1024", "360m": "--batch_size 16"}
 TINY_FLAGS = "--dtype float32 --warmup_steps 1 --rounds 1 --steps 2"
 TINY_SIZES = {"test": TINY_FLAGS, "3m": f"--batch_size 1 --seq_len 16 {TINY_FLAGS}"}
@@ -80,7 +80,7 @@ def all_parts(out: Path, tiny: bool) -> list[Part]:
     small, large = sizes
 
     def steps(size: str, accumulation_steps: int, *more: str) -> Part:
-        contenders = ",".join([ENGINES, *more])
+        contenders = " ".join([ENGINES, *more])
         flags = f"--sizes {size} --accumulation_steps {accumulation_steps} --rounds 2 "
         flags += f"--steps {10 if accumulation_steps == 1 else 3} --contenders {contenders} "
         flags += sizes[size]

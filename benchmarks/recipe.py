@@ -1,6 +1,6 @@
 """Measure which shape trains best in a given time, to check training/recipe.py.
 
-    python -m benchmarks.recipe --data out/data/builtin --minutes 2,8 --shapes 3x128,3x192,4x192
+    python -m benchmarks.recipe --data out/data/builtin --minutes 2 8 --shapes 3x128 3x192
     python -m benchmarks.recipe --choices     # print the recipe's choices for several machines
 
 Each shape first trains for a few steps, to measure its speed, and then for the steps that fit into
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.cli import heading, names, new_parser, numbers, table
+from benchmarks.cli import heading, new_parser, table
 from benchmarks.distillation import train
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.packing import BY_SIZE
@@ -53,9 +53,10 @@ def main(argv: list[str] | None = None) -> None:
         add = parser.add_argument
         data = Path("out/data/builtin")
         add("--data", nargs="+", type=Path, default=[data], help="folders of prepared data")
-        add("--minutes", type=numbers, default=[1, 2, 4, 8, 16], help="minutes of training")
-        add("--shapes", type=names(NAMES), default=list(NAMES)[:5], help="LAYERSxDIM of the recipe")
-        add("--seeds", type=numbers, default=[1], help="one run per seed")
+        minutes, shapes = [1, 2, 4, 8, 16], list(NAMES)
+        add("--minutes", type=int, nargs="+", default=minutes, help="minutes of training")
+        add("--shapes", nargs="+", choices=shapes, default=shapes[:5], help="LAYERSxDIM")
+        add("--seeds", type=int, nargs="+", default=[1], help="one run per seed")
         add("--flags", default="", help="more training flags")
         add("--choices", action="store_true", help="train nothing: print what the recipe chooses")
         args = parser.parse_args(argv)
@@ -153,7 +154,7 @@ def choices() -> list[dict]:
                 "text": text,
                 "time": time,
                 "layers × dim": f"{model.settings['n_layers']} × {model.settings['dim']}",
-                "million parameters": f"{model.parameters / 1e6:.3g}",
+                "million parameters": f"{model.parameters / 1e6:,.2f}",
                 "steps × tokens": f"{plan.steps:,} × {round(plan.tokens / plan.steps):,}",
                 "million tokens": f"{plan.tokens / 1e6:,.0f}",
                 "passes": f"{plan.passes:.2g}",

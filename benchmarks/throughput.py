@@ -20,7 +20,7 @@ from zipfile import ZipFile
 
 import torch
 
-from benchmarks.cli import heading, names, new_parser, say, table
+from benchmarks.cli import heading, new_parser, say, table
 from benchmarks.contenders import Contender, Team, TeamError, all_contenders, select
 from benchmarks.ours import synchronize
 from benchmarks.turns import NOTE, Turn, record, table_rows
@@ -65,9 +65,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     n_gpus = torch.cuda.device_count()
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
-    sizes = "26m,104m,360m" if n_gpus else "26m,104m"
-    add("--sizes", type=names(SIZES), default=sizes, help=", ".join(SIZES))
-    add("--contenders", default="all", help="names or groups: all, ours, peers, muon, ...")
+    sizes = ["26m", "104m", "360m"] if n_gpus else ["26m", "104m"]
+    add("--sizes", nargs="+", choices=SIZES, default=sizes)
+    known = "names or groups: all, ours, peers, muon, ..."
+    add("--contenders", nargs="+", default=["all"], help=known)
     add("--rounds", type=int, default=5, help="turns of each contender")
     add("--steps", type=int, default=10 if n_gpus else 3, help="steps per turn")
     add("--warmup_steps", type=int, default=3, help="steps before the first turn")

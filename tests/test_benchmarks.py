@@ -39,7 +39,7 @@ def rows(tmp_path):
 @pytest.mark.slow
 def test_throughput_prints_and_records_each_contender_and_traces_ours(rows, packed, tmp_path):
     who = ["ours-eager", "ours-zero2-eager+uncoalesced", "transformers-eager"]
-    flags = ["--sizes", "test", "--data", packed, *STEP.split(), "--contenders", ",".join(who)]
+    flags = ["--sizes", "test", "--data", packed, *STEP.split(), "--contenders", *who]
     flags += ["--rows", "rows.jsonl", "--traces", "traces.zip", "--accumulation_steps", "2"]
     assert [row[0] for row in rows("throughput", *flags)] == who
     recorded = read_rows(tmp_path / "rows.jsonl")
@@ -58,8 +58,8 @@ def test_throughput_prints_and_records_each_contender_and_traces_ours(rows, pack
 @pytest.mark.slow
 @pytest.mark.variant
 def test_throughput_prints_the_number_of_processes(rows, packed):
-    who = "ours-eager,ours-ddp-eager,ours-zero2-eager"
-    flags = ["--sizes", "test", "--data", packed, *STEP.split(), "--contenders", who]
+    who = ["ours-eager", "ours-ddp-eager", "ours-zero2-eager"]
+    flags = ["--sizes", "test", "--data", packed, *STEP.split(), "--contenders", *who]
     assert [row[1] for row in rows("throughput", *flags, "--processes", "2")] == ["1", "2", "2"]
 
 
@@ -73,7 +73,7 @@ def test_the_generation_benchmark_gets_the_text_of_transformers(rows):
 @pytest.mark.slow
 @pytest.mark.variant
 def test_the_engines_have_equal_losses_and_send_the_expected_bytes(rows, packed):
-    flags = "--dim 128 --n_layers 4 --n_heads 4 --max_seq_len 32 --steps 4 --engines ddp,zero2"
+    flags = "--dim 128 --n_layers 4 --n_heads 4 --max_seq_len 32 --steps 4 --engines ddp zero2"
     found = rows("engines", *flags.split(), "--data", packed)
     assert [row[0] for row in found] == ["DDP", "DeepSpeed ZeRO-2"]
     assert found[0][2] == found[1][2]  # the last loss

@@ -57,7 +57,7 @@ class Candidate:
     def name(self) -> str:
         """The shape in words, with the number of parameters."""
         shape = f"{counted(self.settings['n_layers'], 'layers')} of dim {self.settings['dim']}"
-        return f"{shape} ({self.parameters / 1e6:.3g} million parameters)"
+        return f"{shape} ({self.parameters / 1e6:,.2f} million parameters)"
 
 
 @dataclass(frozen=True)
