@@ -289,17 +289,6 @@ def test_the_dial_and_the_run_count_the_same_flops_with_a_teacher(packed, monkey
     assert made.candidate({}).flops == made.prepared.flops_per_token > alone
 
 
-def test_only_segmentations_that_differ_allow_more_passes(packed, monkeypatch):
-    """In Chinese text most pieces are single characters, so all segmentations are nearly equal."""
-    made = dial_of(["--data", str(packed)], monkeypatch)
-    description = made.prepared.train_set.description
-    description["prepared_from"]["segmentations"] = 20
-    for tokens, passes in ((102, 5), (110, 15)):
-        description["splits"] = {"train": {"tokens": tokens, "bytes": 300}}
-        description["splits"]["val"] = {"tokens": 100, "bytes": 300}
-        assert made.task(60).most_passes == passes
-
-
 def test_nothing_is_measured_if_the_typed_flags_decide_the_steps(flags, monkeypatch):
     asked = pretend(monkeypatch, seconds=1)
     typed = [*flags, "--max_steps", "7", "--learning_rate", "0.5"]

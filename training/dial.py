@@ -41,8 +41,8 @@ GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
 CORE_FLOPS, GPU_PEAK, GPU_SHARE = 5e10, 1e14, 0.3
 # Maximum passes over a text, over a text that is stored in several segmentations (data/encoding.py)
-# that differ or are alike, and over conversations. More passes only memorise the data.
-MOST_PASSES, MOST_PASSES_SEGMENTED, MOST_PASSES_ALIKE, MOST_PASSES_CHAT = 10, 15, 5, 3
+# and over conversations. With more passes a model only memorises the data.
+MOST_PASSES, MOST_PASSES_SEGMENTED, MOST_PASSES_CHAT = 10, 15, 3
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters
 CHAT_BATCH = 16  # conversations per process in a step
 MEASURED_SECONDS = 1.5  # minimum time to measure; at least two steps
@@ -231,12 +231,7 @@ class Dial:
         """Describe the data of a run with `seconds` for steps and validations."""
         args, data, val = self.prepared.args, self.prepared.train_set, self.prepared.val_set
         copies = data.description.get("prepared_from", {}).get("segmentations") or 1
-        # Most pieces of Chinese are one character, which has no other segmentation. Differing
-        # segmentations have more tokens per byte than the validation split, which is not cut.
-        splits = data.description["splits"].values()
-        train, held_out = (part["tokens"] / max(1, part["bytes"]) for part in splits)
-        segmented = MOST_PASSES_SEGMENTED if train > 1.05 * held_out else MOST_PASSES_ALIKE
-        most = segmented if copies > 1 else MOST_PASSES
+        most = MOST_PASSES_SEGMENTED if copies > 1 else MOST_PASSES
         samples = min(len(val), args.eval_samples or len(val)) if val else 0
         return recipe.Task(
             seconds=seconds,
