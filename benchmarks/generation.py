@@ -3,8 +3,8 @@ greedily with the same untrained weights, and take turns in one process.
 
     python -m benchmarks.generation --sizes 3m 26m
 
-On a CPU, this project is also measured without the layout of oneDNN (`inference.decoder.Packed`),
-on a GPU without CUDA graphs (`inference.decoder.record`).
+This project is also measured without its optimization: on a CPU the layout of oneDNN
+(`inference.decoder.Packed`), on a GPU CUDA graphs (`inference.decoder.record`).
 """
 
 import argparse

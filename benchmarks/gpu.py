@@ -1,14 +1,14 @@
 """Check and measure training on one GPU, within nine minutes: `bash benchmarks/gpu.sh`.
 
 The parts that tell the most come first. A part that hangs is killed at its time limit. The folder
-$OUT (default: out/benchmarks/gpu) has these files, which are readable at any moment:
+$OUT (default: out/benchmarks/gpu) has these files:
 
 - gpu.md: the report, written when a part begins and when it ends;
 - rows.jsonl: measurements and results of parts, one JSON object per line;
 - traces.zip: a trace of one micro-batch of each of our contenders, for https://ui.perfetto.dev;
 - log.txt: the output of all parts.
 
-This file does not import torch, so that it can report a machine on which torch hangs.
+Only parts import torch, so the report is written even if torch hangs.
 """
 
 import ctypes

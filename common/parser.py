@@ -28,5 +28,5 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def is_text(typed: object) -> bool:
-    """Return True for a str that UTF-8 can encode, so without half of a surrogate pair."""
+    """Return True for a str that UTF-8 can encode: one without lone surrogates."""
     return isinstance(typed, str) and not re.search("[\ud800-\udfff]", typed)

@@ -20,7 +20,7 @@ from model.transformer import Transformer
 
 def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> None:
     """Add the parameters under their GGUF names. Norms stay f32; a tied matrix is added once.
-    Raises UsageError if the type `wanted` cannot hold a value, or the length of a row."""
+    Raises UsageError if a value or the length of a row does not suit the type `wanted`."""
     config = model.config
     if config.rope_scaling:
         rope = config.head_dim, config.rope_theta

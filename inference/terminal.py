@@ -22,8 +22,9 @@ def write_continuations(
     prompts: list[str],
     flags: argparse.Namespace,
 ) -> None:
-    """Print continuations of each prompt, and the speed. Print token by token if the batch size is
-    1, without --jsonl. `flags`: see scripts.generate. Raises UsageError if a prompt is too long."""
+    """Print continuations of each prompt, and the speed. A batch of one text is printed token by
+    token, except with --jsonl. `flags`: see scripts.generate. Raises UsageError if a prompt is too
+    long."""
     repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
     context = decoder.config.max_seq_len
     size = min(flags.batch_size, len(repeated))
@@ -72,7 +73,7 @@ def _heading(i: int, prompts: list[str]) -> str:
 
 @dataclass
 class Chat:
-    """A conversation. When the context is full, the oldest questions and answers are dropped."""
+    """A conversation. If the context has too little room, the oldest turns are dropped."""
 
     decoder: Decoder
     tokenizer: Tokenizer

@@ -1,5 +1,5 @@
 # run_accelerate.sh and run_tests.sh source this file. Its argument is a requirements file. "$python" becomes a
-# Python with exactly these versions: that of the active environment, or of .venv, where this file installs them once.
+# Python with exactly its versions: the active environment's, or that of .venv, where this file installs them once.
 
 fail() { echo "error: $1" >&2; exit 2; }
 requirements=$1
@@ -16,7 +16,7 @@ if [ -z "$python" ]; then
   [ -n "$base" ] || fail "Python 3.10 to 3.13 is needed; set PYTHON=/path/to/python"
   # PyPI's PyTorch is built for CUDA 13.0: it needs driver 580 and has no code for GPUs older than Turing (such as V100).
   query() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null; }
-  # Old drivers do not know compute_cap. If both queries fail, their output is an error message.
+  # Old drivers do not know compute_cap. If both queries fail, ignore their output: it is an error message.
   gpus=$(query driver_version,compute_cap) || gpus=$(query driver_version) || gpus=
   while [ -n "${CUDA_VISIBLE_DEVICES-all}" ] && [ ! -e .venv ] && IFS= read -r gpu && [ -n "$gpu" ]; do
     capability=${gpu##* }

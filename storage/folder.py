@@ -16,7 +16,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.settings = path / "settings.json"  # flags, command and versions
+        self.settings = path / "settings.json"  # see training.resume.write_settings
         self.template = path / TEMPLATE_FILE  # only in a run that trains on conversations
         self.metrics = path / "metrics.jsonl"  # one JSON object for each log line
         self.lock = path / "lock"  # locked while a process trains here

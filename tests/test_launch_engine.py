@@ -92,7 +92,7 @@ def test_flags_that_the_gpus_do_not_support_are_refused(environ, monkeypatch):
         ({"capability": (7, 5)}, tf32, "Ampere"),
         ({"cuda": None}, tf32, "NVIDIA"),  # an AMD GPU
         ({}, TrainingArguments(tf32=True), "--tf32 is for --dtype float32, not bfloat16"),
-        ({"devices": 2}, BF16, "4 processes for 2 GPUs: pass --num_processes 2"),
+        ({"devices": 2}, BF16, "4 processes for 2 GPUs: start 2 on each machine"),
     ):
         fake_gpu(monkeypatch, **gpu)
         environ["LOCAL_WORLD_SIZE"] = "4" if "devices" in gpu else "1"

@@ -55,7 +55,7 @@ def test_each_config_file_starts_its_engine(relay):
     assert NAMES.keys() == {engine for engine, _ in RELAY}
 
 
-def test_a_run_through_all_engines_equals_the_run_of_one_process(relay, whole):
+def test_a_run_through_six_engines_equals_the_run_of_one_process(relay, whole):
     last = relay[-1]
     assert last.column("step") == list(range(1, len(RELAY) + 1))
     for key in ("loss", "grad_norm"):
@@ -69,7 +69,7 @@ def test_a_run_through_all_engines_equals_the_run_of_one_process(relay, whole):
             assert (here - expected).abs().max() <= 10 * TOLERANCE * expected.abs().max(), name
 
 
-def test_every_engine_writes_the_same_samples(relay, whole):
+def test_the_six_engines_write_the_same_samples(relay, whole):
     lines = (relay[-1].path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(RELAY) + 1))
     assert lines == (whole.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
@@ -91,7 +91,7 @@ def test_a_process_without_validation_sequences_does_not_stop_the_others(engine,
 @pytest.mark.variant
 @pytest.mark.skipif(not AIO, reason="needs libaio and a compiler")
 def test_a_run_resumed_with_nvme_is_equal_to_the_bit_and_the_state_is_on_the_disk(packed, tmp_path):
-    # Partitions below 1 MiB stay in RAM. Here 9 are larger; DeepSpeed has only 5 buffers for them.
+    # Partitions below 1 MiB stay in RAM. Here 9 are not; DeepSpeed has only 5 buffers for them.
     flags = f"{FLAGS} --dim 512 --n_layers 3 --batch_size 2 --max_steps 4 --save_interval 2"
     config = json.loads((REPOSITORY / "configs" / "zero_infinity.json").read_text())
     offloads = [config["zero_optimization"][f"offload_{what}"] for what in ("optimizer", "param")]

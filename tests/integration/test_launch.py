@@ -59,7 +59,7 @@ FILE = ["--deepspeed_config_file", "ds_config.json"]
 def test_flags_of_the_launcher_start_the_engine_that_the_start_block_names(
     packed, tmp_path, flags, says
 ):
-    """Method 2: `accelerate launch` without a configuration file."""
+    """Method 2: `accelerate launch` without an Accelerate configuration file."""
     command = [*LAUNCH, *flags, "train_pretrain_accelerate.py"]
     trained = train(command, 2, packed, tmp_path / "run", "--max_steps 2")
     assert re.match(says, said(trained, "engine"))

@@ -24,9 +24,9 @@ from training.engine.device import has_bf16, keep_freed_memory, require_usable_g
 from training.engine.estimate import Kind, kind_of
 
 # Objects with a process group. They must never be deleted: deleting a group of gloo waits for the
-# group's thread, this thread may wait for the interpreter's lock, and the process would hang.
+# group's thread. If that thread waits for the interpreter's lock, the process hangs.
 KEPT: list = []
-FIRST_WAIT = 60  # seconds that processes may take to meet before a line says that they wait
+FIRST_WAIT = 60  # seconds of waiting for other processes until a line says so
 # A library calls a deprecated function of another library. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 # DeepSpeed warns about "untested" optimizers. Our tests run our optimizers under DeepSpeed.
@@ -177,7 +177,7 @@ def set_launch_variables(*models: TrainingArguments) -> None:
     """Set the environment variables that `accelerate launch` would set.
 
     If several models train, a model without --deepspeed uses the launcher's DeepSpeed file.
-    Raises UsageError if --deepspeed contradicts the launcher, or if only some models have a file.
+    Raises UsageError if --deepspeed contradicts the launcher, or if some models have no file.
     """
     if "LOCAL_SIZE" in os.environ:  # the name that DeepSpeed's launcher uses
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
@@ -199,7 +199,7 @@ def set_launch_variables(*models: TrainingArguments) -> None:
 
 
 def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
-    """Raise UsageError if this machine cannot compute in --dtype or with --tf32."""
+    """Raise UsageError for a --dtype or --tf32 that this machine, or the other flag, excludes."""
     if args.dtype == "float16" and not has_gpu:
         raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
     if args.dtype == "bfloat16" and has_gpu and not has_bf16():
@@ -225,12 +225,13 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and processes > gpus:
-        raise UsageError(f"{processes} processes for {gpus} GPUs: pass --num_processes {gpus}")
+        raise UsageError(f"{processes} processes for {gpus} GPUs: start {gpus} on each machine")
 
 
 def _check_flag(name: str, value, source: str) -> None:
     """Raise UsageError if a flag of the launcher differs from `value`, which `source` gives.
-    The launcher passes the flag in the environment variable "ACCELERATE_" + `name`."""
+    The launcher passes the flag in the environment variable "ACCELERATE_" + `name`; "no" and
+    "none" are its defaults, as if the flag was not typed."""
     launched = os.environ.get(f"ACCELERATE_{name}", "auto")
     same = launched in ("auto", "none", "no", str(value))
     if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
