@@ -6,8 +6,8 @@ For each text, a teacher is pretrained first. Then students train with every see
 the teacher. Last, students train alone for as long as the students with the teacher took. All
 students have the same shape, data and batch. Equal seeds mean the same order of data. Each
 learning-rate schedule ends with the last step of its run. Bits per byte are measured on the
-validation split. Seconds are the number of steps times the median step time of all runs of a kind,
-so the cores must be free. Finished runs with the same data and flags are not repeated.
+validation split. Seconds are steps times the median step time of a row of the table; other work
+on the cores would distort them. Finished runs with the same data and flags are not repeated.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROGRAM = "benchmarks.distillation"
 OUT = Path("out/benchmarks/distillation")
 MUON_FLAGS = "--optimizer muon --learning_rate 1e-2 --lr_schedule wsd --decay_fraction 1"
 BATCH = f"--max_seq_len 256 --batch_size 16 --min_lr_ratio 0 {MUON_FLAGS}"
-# The teacher has 5 to 6 times the parameters of a student.
+# With a vocabulary of 4,096 or 6,400 the teacher has 5 to 6 times the parameters of a student.
 STUDENT = "--dim 192 --n_layers 4 --n_heads 4"
 TEACHER = "--dim 384 --n_layers 8 --n_heads 8"
 # Validate on the whole split, only at the end; keep only the last checkpoint.

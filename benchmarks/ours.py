@@ -17,7 +17,7 @@ from training.run import Run
 from training.start import set_up
 
 LAST_STEP = 1_000_000  # so many steps that --compile auto decides to compile
-# Report and save nothing. Only the last step is profiled; only `OurStep.profile` takes it.
+# Report and save nothing. The profiled step is the last one, which `OurStep.profile` takes.
 QUIET = (
     f"--log_with none --warmup_steps 0 --max_steps {LAST_STEP} --save_interval 0 --save_minutes 0 "
     f"--profile --profile_interval {LAST_STEP}"
@@ -25,7 +25,7 @@ QUIET = (
 
 
 def start_run(flags: list[str]) -> Run:
-    """Return a run that is ready for its first step and leaves nothing on the disk.
+    """Return a run that is ready for its first step; its run folder is deleted.
 
     Args:
         flags: of the training script.
@@ -34,7 +34,7 @@ def start_run(flags: list[str]) -> Run:
     """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         run = set_up(*parse_arguments(["--out_dir", folder, *QUIET.split(), *flags]))
-    stop_in_order()  # replaces the handlers of the Run, which only note a signal
+    stop_in_order()  # replaces the handlers of the Run, which note the first signal
     run.model.train()
     return run
 
@@ -55,7 +55,7 @@ class OurStep:
         self._norms: list[float | Tensor] = []  # of the gradients since the last call of `loss`
 
     def step(self) -> None:
-        """Take the next step. Only the engine may wait for the GPU."""
+        """Take the next step. It waits for the GPU only if the engine does."""
         self._take(next(self._steps))
 
     def profile(self, folder: Path) -> dict[str, float]:

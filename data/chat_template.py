@@ -22,8 +22,8 @@ from data.tokenizer import Tokenizer
 # A run folder has this file if its model was trained on conversations in this template.
 TEMPLATE_FILE = "chat_template.jinja"
 # transformers also looks for markers in a user's text. JINJA therefore inserts these two
-# noncharacters after every "<", and the exported tokenizer removes them. If a text already has the
-# pair, JINJA puts a second pair between its characters, and the tokenizer removes only that one.
+# noncharacters after every "<", and the exported tokenizer removes them. JINJA puts
+# a second pair inside a pair that a text already has; the tokenizer removes only the second.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"
@@ -51,7 +51,7 @@ def encode_conversation(
     prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])
     ids, counts = [], []
     for turn, text in zip(turns, encoded, strict=True):
-        # A piece counts if it holds the line end after the role and a part of the answer.
+        # A piece that joins the line end after the role and the start of the answer counts too.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
         n_counted = len(text) - len(list(shared)) + 1 if turn.counts else 0
         ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]

@@ -20,9 +20,9 @@ LEAST_VOCABULARY = RESERVED_PIECES + 3
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
 ) -> None:
-    """Train a BPE tokenizer on texts and write it to `path`. Besides the reserved pieces, at most
-    half are single characters; rarer characters are spelled in bytes. With may_shrink, a short
-    text gets fewer pieces. Raises UsageError if vocab_size is below 262 or too large for it."""
+    """Train a BPE tokenizer on texts and write it to `path`. Of the pieces that are
+    not reserved, at most half (and the space) are single characters; bytes spell the others. With
+    may_shrink, short texts get fewer pieces. Raises UsageError if vocab_size does not suit them."""
     texts = list(texts)
     if not any(texts):
         raise UsageError("there is no text in these files")

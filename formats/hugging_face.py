@@ -1,7 +1,7 @@
 """Convert a model to Hugging Face's Llama and back: weights, settings and tokenizer.
 
 A model with experts becomes a Qwen2-MoE whose shared expert is empty (width 0). Both routers
-compute a softmax over all experts, by default not divided by its sum over the chosen experts.
+compute a softmax over all experts; by default the chosen ones are not rescaled to a sum of 1.
 
 Rotary embedding rotates pairs of channels of a head. Here, as in Llama's own release, a pair is
 (0, 1), (2, 3), …; in Hugging Face's Llama it is (j, j + head_dim/2). The rows of wq and wk, which
@@ -54,8 +54,8 @@ IN_LAYER = {
 
 
 def reordered(weight: Tensor, *order: int) -> Tensor:
-    """Reorder rows of wq or wk, (heads · head_dim, dim). `order` is the old order: ours is
-    (heads, head_dim/2, 2), Hugging Face's is (heads, 2, head_dim/2). The result has the other."""
+    """Reorder rows of wq or wk, (heads · head_dim, dim). `order` is the old layout, and the
+    result has the other: ours is (heads, head_dim/2, 2), Hugging Face's (heads, 2, head_dim/2)."""
     return weight.unflatten(0, order).transpose(1, 2).reshape_as(weight)
 
 
@@ -197,7 +197,7 @@ READABLE = ("llama", "qwen2_moe", "minimind")  # values of model_type
 
 
 def read_llama_config(folder: Path) -> LMConfig:
-    """Read config.json. Raises WeightsError if this model cannot compute the same function."""
+    """Read config.json. Raises WeightsError if a setting has no counterpart in this model."""
     values = read_json(folder / CONFIG_FILE)
     if (kind := values.get("model_type")) not in READABLE:
         kinds = ", ".join(READABLE)
@@ -309,7 +309,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         "model_max_length": max_seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        # Without a chat template, "<s>" in a text is text. The chat template escapes it.
+        # Without a chat template, "<s>" is plain text. The chat template escapes it.
         "split_special_tokens": not chat,
     }
     if chat:

@@ -1,11 +1,11 @@
 """Mixture of experts: a router chooses a few of several feed-forward networks for each token.
 
-The tokens are sorted by expert. One grouped product then multiplies each expert's tokens by the
-expert's own matrix, and no token is dropped. The matrices of all experts are stacked into three
+The tokens are sorted by expert. Grouped products then multiply each expert's tokens by the expert's
+own matrices, and no token is left out. The matrices of all experts are stacked into three
 parameters, so every parameter always has a gradient: zeros for an expert that got no token.
 
 By default the router's probabilities are not divided by the sum over the chosen experts. With one
-expert per token the quotient would be 1, and the loss of the tokens would not train the router.
+expert per token the quotient would be 1, and the cross-entropy would not train the router.
 """
 
 import torch
@@ -44,13 +44,13 @@ class Experts(nn.Module):
         weights, chosen = self.choose(probabilities)  # (B, T, K + S) each
         order = chosen.flatten().argsort(stable=True)  # sorts the tokens' copies by expert
         n_copies = chosen.shape[-1]
-        # Indexing x itself with repeats would make backward add rows, on a GPU in varying order.
+        # Repeated indices into x would make backward sum gradients, on a GPU in varying order.
         copies = x.unsqueeze(2).expand(-1, -1, n_copies, -1).flatten(0, 2)
         rows = copies.index_select(0, order)  # (B · T · (K + S), dim)
         experts = torch.arange(len(self.w1), device=x.device)
         ends = torch.searchsorted(
             chosen.flatten()[order], experts, right=True, out_int32=True
-        )  # the row behind the last row of each expert
+        )  # the index after the last row of each expert
         gate, value = (grouped_product(rows, w.type_as(x), ends) for w in (self.w1, self.w3))
         out = grouped_product(F.silu(gate) * value, self.w2.type_as(x), ends)
         out = out.index_select(0, order.argsort()).view(*chosen.shape, -1)  # (B, T, K + S, dim)
@@ -101,7 +101,7 @@ def load_balance(routing: Tensor, counts: Tensor, n_chosen: int) -> dict[str, Te
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows of each group by the group's own matrix.
 
-    rows are (R, in), weight is (G, out, in), ends has the row behind each group, int32 (G,). The
+    rows are (R, in), weight is (G, out, in), ends has the index after each group, int32 (G,). The
     product is a custom operation, because PyTorch cannot compile the grouped product in fp32."""
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-# The files of SmolLM2-135M and Llama-3.2-1B have this pattern and these markers.
+# The pattern of Llama-3.2-1B, and the markers of SmolLM2-135M and Llama-3.2-1B.
 LLAMA_3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
