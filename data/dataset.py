@@ -30,6 +30,7 @@ class TokenStream(Dataset):
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
     lengths: np.ndarray | None = None  # number of targets of each sample; None: always seq_len
+    n_first: int = 0  # samples of the first segmentation, at the start, if others follow
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder = Path(folder)
@@ -92,6 +93,8 @@ class PackedDataset(TokenStream):
         if len(self) < 1:
             reason = f"the {split} split has {self.n_tokens} tokens, a sequence needs {seq_len + 1}"
             raise NothingFitsError(f"{folder}: {reason}: use a shorter --max_seq_len or more text")
+        first = self._part.get("first_tokens", 0)  # older versions mixed the segmentations
+        self.n_first = first // seq_len if first < self.n_tokens else 0
 
     def __len__(self) -> int:
         return max(0, self.n_tokens - 1) // self.seq_len

@@ -3,7 +3,7 @@
 Training reads a small text several times, so the model memorises it. If the text is split into
 different pieces each time, the model memorises less and learns how words are spelled. BPE-dropout
 (Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips merges; this module splits the pieces that
-the tokenizer returns.
+the tokenizer returns. A run ends with the first segmentation, the tokenizer's (training/run.py).
 """
 
 import hashlib

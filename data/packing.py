@@ -113,7 +113,8 @@ def prepare(
             encode_batch, options.kind, tokenizer.path, options.segmentations_of(files)
         )
         dtype = token_dtype(tokenizer.vocab_size)
-        writers = [ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in ("train", "val")]
+        names = ("train", "train-resegmented", "val")
+        writers = [ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in names]
         batches = encode_all(options.records(files), encode)
         share = options.val_fraction_of(files)
         description = {
@@ -181,13 +182,15 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
 def _write_splits(
     batches: Iterable[Encoded],
     train: ShardWriter,
+    resegmented: ShardWriter,
     val: ShardWriter,
     share: float,
     options: PackingOptions,
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits, and return their part of the description. A document is for
-    validation if its hash / 2^64 is below `share`, whatever other documents there are."""
+    validation if its hash / 2^64 is below `share`, whatever other documents there are. The training
+    split begins with the first segmentation of every document."""
     n_bad, first_bad = 0, None
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:
@@ -198,13 +201,16 @@ def _write_splits(
             if document.number / 2**64 < share:
                 val.write(document.tokens[0], document.n_bytes, document.answers)
                 continue
-            for tokens in document.tokens:
-                train.write(tokens, document.n_bytes, document.answers)
+            train.write(document.tokens[0], document.n_bytes, document.answers)
+            for tokens in document.tokens[1:]:
+                resegmented.write(tokens, document.n_bytes)
         progress(encoded.raw_bytes)
     if not train.documents:
         raise UsageError(f"no {options.kind} for training in these files")
+    first, others = train.close(), resegmented.close()
+    both = {name: first[name] + others[name] for name in others}
     return {
-        "splits": {"train": train.close(), "val": val.close()},
+        "splits": {"train": first | both | {"first_tokens": first["tokens"]}, "val": val.close()},
         "bad_documents": n_bad,
         "first_bad_document": first_bad,
     }

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from common.errors import UsageError
-from data.dataset import TokenStream
 from data.order import LengthSampler, MicroBatchSampler
 from model import IGNORE_INDEX
 from model.experts import load_balance
-from training.arguments import TrainingArguments
 from training.build import build_model
 from training.checkpointing import Checkpointer, load_checkpoint
 from training.engine.compilation import why_not_compile
@@ -39,24 +37,31 @@ class MicroBatch(NamedTuple):
     weight: float = 1.0  # n_targets / mean n_targets of the step's micro-batches on all processes
 
 
-def step_batches(
-    train_set: TokenStream, args: TrainingArguments, engine: Engine, start_step: int
-) -> Iterator[Iterable[MicroBatch]]:
-    """Yield the micro-batches of each step after start_step. Every target of a global batch
+# Share of the steps, at the end of a run, that read text only in its first segmentation, as in
+# validation, if there are several (data/encoding.py). docs/recipe.md has the measurements.
+FIRST_SEGMENTATION_SHARE = 0.1
+
+
+def step_batches(prepared: Prepared, engine: Engine) -> Iterator[Iterable[MicroBatch]]:
+    """Yield the micro-batches of each step after the start. Every target of a global batch
     (batch_size × accumulation_steps × processes) has the same weight in the gradient. Every process
     must iterate."""
+    args, train_set = prepared.args, prepared.train_set
     global_batch = args.global_batch(engine.processes)
     device = engine.accelerator.device
     sampler = MicroBatchSampler
     if train_set.lengths is not None:  # conversations: group similar lengths
         sampler = partial(LengthSampler, lengths=train_set.lengths, global_batch=global_batch)
+    elif train_set.n_first:
+        finish = round((1 - FIRST_SEGMENTATION_SHARE) * prepared.total_steps) * global_batch
+        sampler = partial(MicroBatchSampler, finish=finish, n_last=train_set.n_first)
     order = sampler(
         len(train_set),
         args.batch_size,
         rank=engine.accelerator.process_index,
         world_size=engine.processes,
         seed=args.seed,
-        start=start_step * global_batch,  # in sequences
+        start=prepared.start.step * global_batch,  # in sequences
     )
     on_gpu = device.type == "cuda"
     collate = getattr(train_set, "collate", None)
@@ -111,7 +116,7 @@ class Run:
         self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
         self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
-        self._batches = step_batches(train_set, args, engine, start.step)
+        self._batches = step_batches(prepared, engine)
         self.log = TrainingLog(prepared, self.accelerator, name)
         if start.checkpoint:
             load_checkpoint(start.checkpoint, engine, self.state, self.log.meter)
