@@ -1,9 +1,8 @@
 """The order in which samples are read: a shuffle that stores no list, divided among processes.
 
 A position is the number of samples that all processes have consumed. The sample at a position
-depends only on the position, the seed, and the position where the end of the run begins. A resumed
-run therefore continues with the same samples, even if the number of processes has changed. Only the
-global batch must stay the same.
+depends only on the position and the seed. A resumed run therefore continues with the same samples,
+even if the number of processes has changed. Only the global batch must stay the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,8 +54,6 @@ class MicroBatchSampler:
     world_size: int = 1
     seed: int = 0  # seed of all shuffles
     start: int = 0  # first position of the stream: samples that are already consumed
-    finish: int = 2**62  # from this position on, only the first n_last samples are read
-    n_last: int = 1
 
     def __iter__(self) -> Iterator[list[int]]:
         stride = self.world_size * self.batch_size
@@ -68,17 +65,9 @@ class MicroBatchSampler:
             block += BLOCK * stride
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions. An epoch has n_samples positions; after `finish`
-        it has n_last."""
-        late = positions >= self.finish
-        out = np.empty_like(positions)
-        for chosen, first, n in ((~late, 0, self.n_samples), (late, self.finish, self.n_last)):
-            out[chosen] = _in_periods(
-                positions[chosen] - first,
-                n,
-                lambda epoch, within, n=n: shuffled(within, n, self.seed, epoch),
-            )
-        return out
+        """Return the samples at these positions. Each epoch has n_samples positions."""
+        n, seed = self.n_samples, self.seed
+        return _in_periods(positions, n, lambda epoch, within: shuffled(within, n, seed, epoch))
 
 
 def _in_periods(positions: np.ndarray, size: int, of_period: Callable) -> np.ndarray:

@@ -71,15 +71,6 @@ def test_epochs_follow_without_a_gap_each_complete_and_in_its_own_order(batch_si
     assert epochs == [shuffle(10, epoch=epoch) for epoch in range(3)]
 
 
-def test_after_finish_only_the_first_samples_are_read_also_by_a_resumed_run():
-    settings = {"n_samples": 50, "seed": 9}
-    ended = stream(60, finish=30, n_last=7, **settings)
-    assert ended[:30] == stream(30, **settings)
-    for epoch in (ended[30:37], ended[37:44]):
-        assert sorted(epoch) == list(range(7))
-    assert stream(25, start=35, finish=30, n_last=7, **settings) == ended[35:]
-
-
 LENGTHS = np.random.default_rng(0).geometric(0.02, 700)
 
 

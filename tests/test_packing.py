@@ -13,6 +13,7 @@ import sentencepiece
 
 from common.errors import UsageError
 from data import encoding, packing, shards
+from data.dataset import PackedDataset
 from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, hash_of, split_at_random, ways_to_split
 from data.packing import BY_SIZE, PackingOptions, defaults_for, prepare
 from data.shards import ShardWriter, read_description
@@ -119,6 +120,8 @@ def test_training_documents_are_tokenized_in_several_ways_and_validation_documen
     tokens, own = stream(thrice, "train"), stream(once, "train")
     first = read_description(thrice)["splits"]["train"]["first_tokens"]
     assert tokens[:first].tolist() == own.tolist()  # the first of the three is the tokenizer's
+    assert PackedDataset(thrice, "train", 8).n_first == first // 8
+    assert PackedDataset(once, "train", 8).n_first == 0
     bos = Tokenizer(thrice / "tokenizer.model").bos_id
     cuts = np.split(tokens[first:], np.flatnonzero(tokens[first:] == bos))[1:]
     differ = [not np.array_equal(*pair) for pair in zip(cuts[::2], cuts[1::2], strict=True)]

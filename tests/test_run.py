@@ -136,16 +136,22 @@ def test_a_step_without_any_target_has_a_gradient_of_zero(run_of):
     assert update(run) == 0
 
 
-def test_the_last_steps_read_only_the_first_segmentation(run_of, monkeypatch):
-    monkeypatch.setattr(Sequences, "n_first", 2)
+def test_the_last_steps_read_only_the_first_segmentation_also_in_a_resumed_run(run_of, monkeypatch):
+    monkeypatch.setattr(Sequences, "n_first", 4)
     monkeypatch.setattr("training.run.FIRST_SEGMENTATION_SHARE", 0.5)
-    run = run_of()
-    first = [run.prepared.train_set[i][0].tolist() for i in range(2)]
-    read = [
-        [row in first for batch in take(run, step) for row in batch.tokens.tolist()]
-        for step in run.steps()
+    first = [Sequences(ALL)[i][0].tolist() for i in range(4)]
+    read = {}
+    for trained in range(4):
+        run = run_of(trained=trained)
+        for step in run.steps():
+            rows = [row for batch in take(run, step) for row in batch.tokens.tolist()]
+            assert read.setdefault(step, rows) == rows
+    assert [all(row in first for row in rows) for rows in read.values()] == [
+        False,
+        False,
+        True,
+        True,
     ]
-    assert [all(rows) for rows in read] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(("trained", "steps"), [(0, [1, 2, 3, 4]), (2, [3, 4]), (4, [])])

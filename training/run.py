@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -52,9 +54,6 @@ def step_batches(prepared: Prepared, engine: Engine) -> Iterator[Iterable[MicroB
     sampler = MicroBatchSampler
     if train_set.lengths is not None:  # conversations: group similar lengths
         sampler = partial(LengthSampler, lengths=train_set.lengths, global_batch=global_batch)
-    elif train_set.n_first:
-        finish = round((1 - FIRST_SEGMENTATION_SHARE) * prepared.total_steps) * global_batch
-        sampler = partial(MicroBatchSampler, finish=finish, n_last=train_set.n_first)
     order = sampler(
         len(train_set),
         args.batch_size,
@@ -63,6 +62,10 @@ def step_batches(prepared: Prepared, engine: Engine) -> Iterator[Iterable[MicroB
         seed=args.seed,
         start=prepared.start.step * global_batch,  # in sequences
     )
+    if train_set.n_first:
+        left = round((1 - FIRST_SEGMENTATION_SHARE) * prepared.total_steps) - prepared.start.step
+        late = replace(order, n_samples=train_set.n_first, start=max(0, -left) * global_batch)
+        order = chain(islice(order, max(0, left) * args.accumulation_steps), late)
     on_gpu = device.type == "cuda"
     collate = getattr(train_set, "collate", None)
     loader = DataLoader(
