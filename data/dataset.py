@@ -92,9 +92,7 @@ class PackedDataset(TokenStream):
         super().__init__(folder, split, seq_len)
         if len(self) < 1:
             reason = f"the {split} split has {self.n_tokens} tokens, a sequence needs {seq_len + 1}"
-            shorter = "use a shorter --max_seq_len or more text"
-            advice = shorter if self.n_tokens else "pass --data FILE with other text"
-            raise NothingFitsError(f"{folder}: {reason}: {advice}")
+            raise NothingFitsError(f"{folder}: {reason}: use other text or a shorter --max_seq_len")
         first = self._part.get("first_tokens", 0)  # older versions mixed the segmentations
         self.n_first = first // seq_len if first < self.n_tokens else 0
 

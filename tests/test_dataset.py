@@ -54,7 +54,7 @@ def test_a_split_that_is_shorter_than_one_sequence_is_refused(tmp_path):
     assert (len(dataset), dataset.bytes_per_token) == (1, 3)
     with pytest.raises(UsageError, match=r"train split has 17 tokens.*a sequence needs 18"):
         PackedDataset(folder, "train", 17)
-    with pytest.raises(UsageError, match=r"val split has 0 tokens.*pass --data FILE"):
+    with pytest.raises(UsageError, match=r"val split has 0 tokens.*use other text"):
         PackedDataset(folder, "val", 16)
 
 

@@ -93,7 +93,7 @@ def test_a_launch_that_works_passes(flags, config_file, monkeypatch):
     [
         (["--nonsense"], "--nonsense"),
         (["--dim", "7"], "dim 7"),
-        (["--max_seq_len", "100000"], "use a shorter --max_seq_len"),
+        (["--max_seq_len", "100000"], "use other text or a shorter --max_seq_len"),
         (["--data", "nothing/here"], "nothing/here"),
         (["--init_from", "no/weights"], "no/weights: no such folder"),
         (["--resume", "no/run"], "--resume no/run: neither a run with checkpoints nor a"),

@@ -229,9 +229,8 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
 
 
 def _check_flag(name: str, value, source: str) -> None:
-    """Raise UsageError if a flag of the launcher differs from `value`, which `source` gives.
-    The launcher passes the flag in the environment variable "ACCELERATE_" + `name`; "no" and
-    "none" are its defaults, as if the flag was not typed."""
+    """Raise UsageError if the launcher's variable "ACCELERATE_" + `name` differs from `value`,
+    which `source` gives. "no" and "none" are the launcher's defaults, as if nothing was typed."""
     launched = os.environ.get(f"ACCELERATE_{name}", "auto")
     same = launched in ("auto", "none", "no", str(value))
     if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
