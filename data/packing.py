@@ -109,12 +109,10 @@ def prepare(
             sample = _sample(files, options)
             train_tokenizer(sample, size, folder / TOKENIZER_FILE, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
-        encode = partial(
-            encode_batch, options.kind, tokenizer.path, options.segmentations_of(files)
-        )
+        ways = options.segmentations_of(files)
+        encode = partial(encode_batch, options.kind, tokenizer.path, ways)
         dtype = token_dtype(tokenizer.vocab_size)
-        names = ("train", "train-resegmented", "val")
-        writers = [ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in names]
+        writer = partial(ShardWriter, folder, dtype=dtype, shard_tokens=SHARD_TOKENS)
         batches = encode_all(options.records(files), encode)
         share = options.val_fraction_of(files)
         description = {
@@ -125,7 +123,7 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "tokenizer_sha256": tokenizer_hash(tokenizer.path),
-            **_write_splits(batches, *writers, share, options, progress),
+            **_write_splits(batches, writer, share, options, progress),
             "prepared_from": fingerprint,
         }
         content = json.dumps(description, indent=2, ensure_ascii=False)
@@ -181,9 +179,7 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
 
 def _write_splits(
     batches: Iterable[Encoded],
-    train: ShardWriter,
-    resegmented: ShardWriter,
-    val: ShardWriter,
+    writer: Callable[[str], ShardWriter],
     share: float,
     options: PackingOptions,
     progress: Callable[[int], None],
@@ -191,6 +187,7 @@ def _write_splits(
     """Write the shards of both splits, and return their part of the description. A document is for
     validation if its hash / 2^64 is below `share`, whatever other documents there are. The training
     split begins with the first segmentation of every document."""
+    train, resegmented, val = map(writer, ("train", "train-resegmented", "val"))
     n_bad, first_bad = 0, None
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:

@@ -172,10 +172,8 @@ class Dial:
         data, args = self.prepared.train_set, self.prepared.args
         config = self.prepared.config
         if settings:
-            derived = {
-                name: self.typed.get(name) for name in ("head_dim", "hidden_dim", "moe_hidden_dim")
-            }
-            config = replace(config, **derived | settings)
+            derived = ("head_dim", "hidden_dim", "moe_hidden_dim")
+            config = replace(config, **{x: self.typed.get(x) for x in derived} | settings)
         shapes = shapes_of(config, args)
         length = config.max_seq_len if data.lengths is None else data.tokens_per_sample
         tokens = GPU_TOKENS if self.device.type == "cuda" else recipe.BATCH / self.processes

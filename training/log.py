@@ -161,13 +161,13 @@ class TrainingLog:
         timing = f"{seconds:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
             speed = round(clock.steps * self.tokens_per_step / seconds, 1)
-            processes = self.accelerator.num_processes
-            mfu_text = ""
+            timing = f"{speed:,.0f} tokens/s  "
             if self._peak is not None:
-                utilisation = speed * self.flops_per_token / (self._peak * processes)
-                mfu_text = f"MFU {utilisation:.1%}  "
+                peak = self._peak * self.accelerator.num_processes
+                utilisation = speed * self.flops_per_token / peak
+                timing += f"MFU {utilisation:.1%}  "
             left = int(elapsed / clock.steps * (self.total_steps - step))
-            timing = f"{speed:,.0f} tokens/s  {mfu_text}left {timedelta(seconds=left)}"
+            timing += f"left {timedelta(seconds=left)}"
         values = {
             "step": step,
             "epoch": round(epoch, 4),

@@ -39,8 +39,7 @@ class MicroBatch(NamedTuple):
     weight: float = 1.0  # n_targets / mean n_targets of the step's micro-batches on all processes
 
 
-# Share of the steps, at the end of a run, that read text only in its first segmentation, as in
-# validation, if there are several (data/encoding.py). docs/recipe.md has the measurements.
+# Share of the steps, at the end, that read only the first segmentation of a text: docs/recipe.md.
 FIRST_SEGMENTATION_SHARE = 0.1
 
 
