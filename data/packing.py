@@ -114,7 +114,6 @@ def prepare(
         dtype = token_dtype(tokenizer.vocab_size)
         writer = partial(ShardWriter, folder, dtype=dtype, shard_tokens=SHARD_TOKENS)
         batches = encode_all(options.records(files), encode)
-        share = options.val_fraction_of(files)
         description = {
             "format": FORMAT,
             "kind": options.kind,
@@ -123,7 +122,7 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "tokenizer_sha256": tokenizer_hash(tokenizer.path),
-            **_write_splits(batches, writer, share, options, progress),
+            **_write_splits(batches, writer, options.val_fraction_of(files), options, progress),
             "prepared_from": fingerprint,
         }
         content = json.dumps(description, indent=2, ensure_ascii=False)

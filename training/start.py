@@ -294,11 +294,9 @@ def warnings(run: Run) -> list[str]:
         text = f"WARNING: {source.path} was trained on {most} positions, this run has {n}"
         texts.append(f"{text}: pass --max_seq_len {most}, or train long enough to learn the others")
     if not fits(engine.kind, run.work, free):
-        needs = estimate(engine.kind, run.work).peak
-        texts.append(
-            f"WARNING: a process may need {memory(needs)}, but can use only {memory(free)}: "
-            f"{less_memory(args, prepared.config.use_flash_attn)}"
-        )
+        needs = memory(estimate(engine.kind, run.work).peak)
+        advice = less_memory(args, prepared.config.use_flash_attn)
+        texts.append(f"WARNING: a process may need {needs}, can use {memory(free)}: {advice}")
     if engine.total(int(not run.folder.path.exists())):
         texts.append(
             f"WARNING: not every machine sees {run.folder.path}, where machine 0 writes: "
