@@ -9,7 +9,8 @@
 #   CHAT=chat.jsonl STAGE=sft bash run_accelerate.sh  fine-tune it on your conversations
 #   STAGE=distill bash run_accelerate.sh              distill the newest pretrained model (or TEACHER=out/runs/NAME) into a smaller one
 #
-# MINUTES=N         minutes from the command to the result, without installation (default: 4 on a CPU, 10 on a GPU)
+# MINUTES=N         minutes from the command to the result, without installation (default: 4 on a CPU, 10 on a GPU);
+#                   on several machines minutes of training
 # PREPARE_FLAGS=... flags for the preparation of text, such as "--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   number of processes (default: one per GPU; on a CPU, one)
 # ENGINE=name       another engine: name of configs/name.yaml (docs/engines.md), or CONFIG=file.yaml for your file

@@ -38,7 +38,7 @@ class TextDefaults(NamedTuple):
     below: float
     vocab_size: int
     val_fraction: float
-    section_bytes: int  # a longer .txt is cut into documents of at most this size
+    section_bytes: int  # longer files of .txt or .py are cut into documents of at most this size
     segmentations: int  # see `data.encoding`
 
 
@@ -63,7 +63,7 @@ def defaults_for(files: Iterable[str]) -> TextDefaults:
 class PackingOptions:
     """Settings for text or conversations."""
 
-    vocab_size: int | None  # None: chosen by the size of the text, smaller for a short text
+    vocab_size: int | None  # None: at most the default for the size of the text
     val_fraction: float | None  # None: chosen by the size of the text
     workers: int
     skip_bad_lines: bool

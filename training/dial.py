@@ -35,7 +35,7 @@ from training.run import Run
 from training.start import notebook_process, one_line_failures, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# Time without steps: END_SECONDS, and LAUNCH_SHARE × preflight's start-up without preparing text.
+# Seconds not for steps: END_SECONDS + LAUNCH_SHARE × (start of preflight - preparing text).
 LAUNCH_SHARE, END_SECONDS = 1.5, 4
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
@@ -194,7 +194,7 @@ class Dial:
 
     def seconds(self, compiled: bool, model: recipe.Candidate) -> float:
         """Measure the seconds of a step with one micro-batch; assume them if `assumes` is True or
-        if one process cannot run the step: DeepSpeed's file may be for several processes."""
+        if the step fails: a DeepSpeed file, for example, may be for several processes."""
         if self.assumes:
             return self.assumed_seconds(model)
         args, source = self.prepared.args, self.prepared.source
@@ -203,7 +203,7 @@ class Dial:
         flags |= {"teacher": args.teacher} if args.teacher else {}
         flags |= {"init_from": str(source.path)} if source else {}
         if self.request.stage == "sft":
-            flags["conversations"] = "builtin"  # as if not typed: --data has the conversations
+            flags["conversations"] = "builtin"  # the default: --data has the conversations
         if (file := file_of(args)) != "none":
             flags["deepspeed"] = file
         threads = None
@@ -262,7 +262,7 @@ class Dial:
             flops = plan.tokens / self.processes * plan.model.flops
             compiles = should_compile(self.prepared.args.compile, flops, self.device)
             if compiles and self.kind.stage != 3 and obstacle(self.device) is None:
-                seconds = self.seconds(True, plan.model)  # the run loads this code from disk
+                seconds = self.seconds(True, plan.model)  # the run reuses this compiled code
             plan = recipe.plan_for(replace(task, seconds=left()), plan.model, seconds)
         print(f"{'recipe':>13}: {self.describe(task, models, plan)}")
         return plan

@@ -76,8 +76,8 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return `args`. At a resume, the run folder replaces --init_from, which may be deleted by now.
-    The run's teacher replaces --teacher auto: the newest run may be another one now."""
+    """Return `args`. At a resume, weights in the run folder replace --init_from, which may be
+    gone. The run's teacher replaces --teacher auto: the newest run may be another one now."""
     if start.checkpoint and args.init_from:
         base = start.folder.base
         args = replace(args, init_from=str(base if base.exists() else start.checkpoint))

@@ -94,7 +94,7 @@ def make_app(served: Served) -> FastAPI:
 
 async def read(form: type[GenerationRequest], request: Request) -> GenerationRequest:
     """Parse the body of a request. Raises ApiError if its type, size or content is wrong."""
-    # Browsers let any web page send text/plain and forms here, but JSON only after a preflight.
+    # Browsers let any web page send text/plain and forms here, but JSON only if we allow it.
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise ApiError(400, "the Content-Type must be application/json")
     body = b""
@@ -112,7 +112,7 @@ async def read(form: type[GenerationRequest], request: Request) -> GenerationReq
 
 
 async def answer(served: Served, form: type[GenerationRequest], request: Request) -> Response:
-    """Answer a request. Raises ApiError if the request is refused, or if generation fails."""
+    """Answer a request. Raises ApiError for a refusal, or if generation without a stream fails."""
     fields = await read(form, request)
     if fields.model not in (None, served.name):
         message = f"there is no model {fields.model!r} here, only {served.name!r}"
