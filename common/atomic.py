@@ -110,7 +110,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder. A folder is renamed first, so `path` is never partly deleted."""
+    """Delete a file or folder. A folder is renamed to DELETING first, so it is whole or gone."""
     with suppress(OSError):
         if path.is_file():
             path.unlink()

@@ -1,8 +1,8 @@
 """The order in which samples are read: a shuffle that stores no list, divided among processes.
 
-A position is the number of samples that all processes have consumed. The sample at a position
-depends only on the position and the seed. A resumed run therefore continues with the same samples,
-even if the number of processes has changed. Only the global batch must stay the same.
+A position is the number of samples that the processes together have consumed. The sample at a
+position depends only on the position and the seed. A resumed run therefore continues with the same
+samples, even if the number of processes has changed. Only the global batch must stay the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,7 +71,7 @@ class MicroBatchSampler:
 
 
 def _in_periods(positions: np.ndarray, size: int, of_period: Callable) -> np.ndarray:
-    """For each period of `size` positions, call of_period(number, positions from its start)."""
+    """For each period of `size` positions, call of_period(number, positions within the period)."""
     periods, within = np.divmod(positions, size)
     out = np.empty_like(positions)
     for number in np.unique(periods):
@@ -94,7 +94,7 @@ class LengthSampler(MicroBatchSampler):
 
     def __post_init__(self):
         # A window that spans two epochs may hold a sample twice. Sorting often puts both copies
-        # into one batch. A window of at most a quarter of an epoch seldom spans two epochs.
+        # into one batch. At most one window in four spans two, if it has at most a quarter.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 

@@ -29,15 +29,15 @@ MEANINGS = {  # setting: help text of its flag
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings, applied in this order. MEANINGS explains each setting. Raises ValueError
-    if a value is out of its limits; the message begins with the setting's name."""
+    """Sampling settings, applied in this order. MEANINGS explains them. Raises ValueError if a
+    value is out of its limits; the message begins with the setting's name."""
 
     repetition_penalty: float = 1.0
     temperature: float = 0.8
     top_k: int = 50
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int = 0  # of the random numbers that draw the tokens
 
     def __post_init__(self):
         for setting in fields(self):
@@ -62,7 +62,7 @@ def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tenso
 
 def choose(logits: "Tensor", sampling: Sampling, numbers: "Tensor") -> "Tensor":
     """Draw one token per row and return the tokens, (B,). The tokens of a row are ordered from the
-    likeliest on; the first is drawn whose cumulative probability exceeds the row's number.
+    likeliest on; the first whose cumulative probability exceeds the row's number is drawn.
     logits are (B, vocab_size) in fp32, after `penalise`; numbers are (B,), random in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)

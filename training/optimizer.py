@@ -35,7 +35,7 @@ class LearningRate:
     """Learning rate as a function of the step, counted from 1. It has no state to restore.
 
     The rate rises linearly to its peak at step `warmup_steps`. Then each schedule except "constant"
-    lowers the rate to min_ratio * peak at the last step:
+    (and wsd with a decay_fraction of 0) lowers it to min_ratio * peak at the last step:
     - cosine: along half a cosine wave (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983);
     - linear: along a straight line;
     - wsd: along a straight line in the last decay_fraction of all steps, after a constant phase

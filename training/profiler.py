@@ -48,7 +48,7 @@ class StepProfiler:
         self._phase, self._since = name, self._now()
 
     def end_step(self, step: int) -> tuple[dict[str, float], str] | None:
-        """Write the trace of a measured step; return (seconds per phase and step, log line)."""
+        """Write the trace of a measured step; return (seconds by phase and in all, log line)."""
         if not self._seconds:
             return None
         self._end_phase()
@@ -80,7 +80,7 @@ class StepProfiler:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _timed_engine_step(self) -> None:  # Accelerate's backward calls it
+    def _timed_engine_step(self) -> None:  # Accelerate calls it in backward
         self.phase("optimizer")
         self._engine_step()
         self.phase("backward")

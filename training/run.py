@@ -137,7 +137,7 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set the learning rate first: DeepSpeed may update weights in the last backward pass."""
+        """Set the learning rate now: DeepSpeed may update weights in the last backward pass."""
         set_learning_rate(self.optimizer, self.learning_rate(step))
         self.profiler.begin_step(step)
 
@@ -149,8 +149,8 @@ class Run:
             for batch in next(self._batches):
                 yield batch
                 self.profiler.phase("data")
+            self.profiler.phase("optimizer")  # begins with the reduction, when the context ends
         if coalesces:
-            self.profiler.phase("optimizer")
             self.model.set_gradient_accumulation_boundary(True)
             self.model.step()
 
@@ -187,7 +187,7 @@ class Run:
 
     def clip_gradients(self) -> float | Tensor:
         """Clip the gradient's norm to --grad_clip; return the norm before that. On a GPU without
-        DeepSpeed the norm is a tensor: reading waits. A step with a non-finite norm is skipped."""
+        DeepSpeed the norm is a tensor; reading it waits. Skip a step with a non-finite norm."""
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
