@@ -3,7 +3,7 @@ greedily with the same untrained weights, and take turns in one process.
 
     python -m benchmarks.generation --sizes 3m 26m
 
-This project is also measured without its optimization: on a CPU the layout of oneDNN
+This project is also measured without one optimization: on a CPU the layout of oneDNN
 (`inference.decoder.Packed`), on a GPU CUDA graphs (`inference.decoder.record`).
 """
 

@@ -1,4 +1,4 @@
-"""Atomic files and folders: write to a temporary name, force it to the disk, then rename it.
+"""Whole files and folders: write to a temporary name, force it to the disk, then rename it.
 
 Only one process may write a path at a time. If a writer was killed, the next writer
 replaces its unfinished files.

@@ -22,8 +22,8 @@ from data.tokenizer import Tokenizer
 # A run folder has this file if its model was trained on conversations in this template.
 TEMPLATE_FILE = "chat_template.jinja"
 # transformers also looks for markers in a user's text. JINJA therefore inserts these two
-# noncharacters after every "<", and the exported tokenizer removes them. JINJA puts
-# a second pair inside a pair that a text already has; the tokenizer removes only the second.
+# noncharacters after every "<", and the exported tokenizer removes them. JINJA puts a second pair
+# inside a pair that a text already has; the tokenizer removes only the second.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"

@@ -94,7 +94,7 @@ class LengthSampler(MicroBatchSampler):
 
     def __post_init__(self):
         # A window that spans two epochs may hold a sample twice. Sorting often puts both copies
-        # into one batch. At most one window in four spans two, if it has at most a quarter.
+        # into one batch. A window is at most a quarter of an epoch, so at most one in four does.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 

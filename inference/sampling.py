@@ -29,7 +29,7 @@ MEANINGS = {  # setting: help text of its flag
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings, applied in this order. MEANINGS explains them. Raises ValueError if a
+    """Sampling settings, applied in this order; see MEANINGS and LIMITS. Raises ValueError if a
     value is out of its limits; the message begins with the setting's name."""
 
     repetition_penalty: float = 1.0
@@ -37,7 +37,7 @@ class Sampling:
     top_k: int = 50
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0  # of the random numbers that draw the tokens
+    seed: int = 0
 
     def __post_init__(self):
         for setting in fields(self):

@@ -22,8 +22,8 @@ def write_continuations(
     prompts: list[str],
     flags: argparse.Namespace,
 ) -> None:
-    """Print continuations of each prompt, and the speed. A batch of one text is printed token by
-    token, except with --jsonl. `flags`: of scripts.generate. UsageError: a prompt is too long."""
+    """Print continuations of each prompt, and the speed. Without --jsonl, print a batch of one text
+    token by token. `flags`: see scripts.generate. Raises UsageError if a prompt is too long."""
     repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
     context = decoder.config.max_seq_len
     size = min(flags.batch_size, len(repeated))

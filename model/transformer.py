@@ -91,9 +91,8 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
 
-    Its parameters have the names of Llama's own release. Only this code depends on how the model
-    is trained: meta device and autocast, `recompute` of blocks, `lora`, and deepspeed.zero.Init in
-    `_init_weights`."""
+    Its parameters have the names of Llama's own release. Only these parts know how the model is
+    trained: the meta device, autocast, `recompute`, `lora`, and zero.Init in `_init_weights`."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
 
@@ -188,8 +187,8 @@ class Transformer(nn.Module):
         return TransformerOutput(None, loss)
 
     def num_parameters(self, active: bool = False) -> int:
-        """Return the number of parameters. A tied matrix counts once. With `active`, of the
-        experts only those of one token count."""
+        """Return the number of parameters. A tied matrix counts once. With `active`, only the
+        experts of one token count."""
         return sum(self._active(p) if active else p.numel() for p in self.parameters())
 
     def _active(self, p: nn.Parameter) -> int:
@@ -202,9 +201,9 @@ class Transformer(nn.Module):
     def flops_per_token(self, seq_len: float) -> float:
         """Return the model FLOPs per token of forward and backward for sequences of seq_len tokens.
 
-        A trained parameter has 6, a frozen one 4 (an expert counts if the token uses it),
-        plus for attention 12·n_layers·n_heads·head_dim·seq_len, as if every position saw all
-        others. An untied input embedding is a lookup and does not count. Source: PaLM, appendix B,
+        A trained parameter costs 6, a frozen one 4 (an expert only if the token uses it). Attention
+        adds 12·n_layers·n_heads·head_dim·seq_len, as if every position saw all others. An untied
+        input embedding is a lookup and does not count. Source: PaLM, appendix B,
         https://arxiv.org/abs/2204.02311."""
         config = self.config
         counted = {id(p): p for p in self.parameters()}

@@ -1,6 +1,7 @@
 """The parts of a training step. Whole launches are tested in tests/integration."""
 
 import json
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -146,12 +147,27 @@ def test_the_last_steps_read_only_the_first_segmentation_also_in_a_resumed_run(r
         for step in run.steps():
             rows = [row for batch in take(run, step) for row in batch.tokens.tolist()]
             assert read.setdefault(step, rows) == rows
-    assert [all(row in first for row in rows) for rows in read.values()] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert [step for step, rows in read.items() if all(row in first for row in rows)] == [3, 4]
+
+
+def test_the_reduction_of_zero2_counts_as_optimizer(run_of, monkeypatch):
+    """The context of DeepSpeed reduces the gradients when it ends."""
+    run, phases = run_of(), []
+
+    @contextmanager
+    def reduction_at_the_end():
+        yield
+        phases.append("reduction")
+
+    monkeypatch.setattr(run.profiler, "phase", phases.append)
+    run.engine.coalesces = True
+    run.model = SimpleNamespace(
+        coalesce_grad_reduction=reduction_at_the_end,
+        set_gradient_accumulation_boundary=lambda _: None,
+        step=lambda: phases.append("step"),
+    )
+    assert len(list(run.micro_batches())) == ACCUMULATION
+    assert phases == ["data"] * (ACCUMULATION + 1) + ["optimizer", "reduction", "step"]
 
 
 @pytest.mark.parametrize(("trained", "steps"), [(0, [1, 2, 3, 4]), (2, [3, 4]), (4, [])])

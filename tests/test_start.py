@@ -76,7 +76,7 @@ def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device,
     assert start.warnings(run_of(enough, device, offload)) == []
     (line,) = start.warnings(run_of(enough - 2, device, offload))
     assert line.startswith("WARNING: a process may need ")
-    assert f", can use {(enough - 2) / GIB:.2f} GiB: a smaller --batch_size" in line
+    assert f", but has only {(enough - 2) / GIB:.2f} GiB: a smaller --batch_size" in line
     # Offloading saves memory only on a GPU.
     saves = offload and device == "cuda"
     assert (enough < enough_for(run_of(device=device))) == saves

@@ -206,6 +206,8 @@ def start_block(run: Run) -> str:
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
     optimizer = "AdamW"
+    if (engine.deepspeed or {}).get("zero_force_ds_cpu_optimizer") is False:
+        optimizer = "PyTorch's AdamW: DeepSpeed's needs ninja and a C++ compiler"
     if args.optimizer == "muon":
         n_matrices = sum(p.shape[:-2].numel() for p in muon_matrices(prepared.shapes))
         matrices = f"Muon on {n_matrices} matrices at learning rate"
@@ -296,7 +298,7 @@ def warnings(run: Run) -> list[str]:
     if not fits(engine.kind, run.work, free):
         needs = memory(estimate(engine.kind, run.work).peak)
         advice = less_memory(args, prepared.config.use_flash_attn)
-        texts.append(f"WARNING: a process may need {needs}, can use {memory(free)}: {advice}")
+        texts.append(f"WARNING: a process may need {needs}, but has only {memory(free)}: {advice}")
     if engine.total(int(not run.folder.path.exists())):
         texts.append(
             f"WARNING: not every machine sees {run.folder.path}, where machine 0 writes: "

@@ -52,6 +52,7 @@ def whole(packed, tmp_path_factory) -> Trained:
 def test_each_config_file_starts_its_engine(relay):
     for (engine, _), run in zip(RELAY, relay, strict=True):
         assert f"engine: {NAMES[engine]}" in run.out
+        assert ("PyTorch's AdamW" in run.out) == ("offload" in engine)  # there is no compiler
     assert NAMES.keys() == {engine for engine, _ in RELAY}
 
 

@@ -26,7 +26,7 @@ from training.engine.estimate import Kind, kind_of
 # Objects with a process group. They must never be deleted: deleting a group of gloo waits for the
 # group's thread. If that thread waits for the interpreter's lock, the process hangs.
 KEPT: list = []
-FIRST_WAIT = 60  # seconds of waiting for other processes until a line says so
+FIRST_WAIT = 60  # seconds after which a line says that other processes are missing
 # A library calls a deprecated function of another library. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 # DeepSpeed warns about "untested" optimizers. Our tests run our optimizers under DeepSpeed.
@@ -177,7 +177,7 @@ def set_launch_variables(*models: TrainingArguments) -> None:
     """Set the environment variables that `accelerate launch` would set.
 
     If several models train, a model without --deepspeed uses the launcher's DeepSpeed file.
-    Raises UsageError if --deepspeed contradicts the launcher, or if some models have no file.
+    Raises UsageError if --deepspeed contradicts the launcher, or if not all models use DeepSpeed.
     """
     if "LOCAL_SIZE" in os.environ:  # the name that DeepSpeed's launcher uses
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
@@ -199,7 +199,7 @@ def set_launch_variables(*models: TrainingArguments) -> None:
 
 
 def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
-    """Raise UsageError for a --dtype or --tf32 that this machine, or the other flag, excludes."""
+    """Raise UsageError if this machine cannot compute in --dtype, or if --tf32 has no effect."""
     if args.dtype == "float16" and not has_gpu:
         raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
     if args.dtype == "bfloat16" and has_gpu and not has_bf16():
