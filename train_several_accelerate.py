@@ -5,8 +5,8 @@
 
 Each model has its own engine, random numbers and run folder. In float32 its losses equal, up to
 rounding, the losses of a separate run of train_pretrain_accelerate.py. All models read the same
-batches, because the order of the data depends only on the seed. All models are saved at the same
-steps.
+batches, because the order of the data does not depend on the model. All models are saved at the
+same steps.
 """
 
 import json
@@ -29,8 +29,8 @@ from training.preflight import as_words
 from training.run import Run
 from training.start import run_program, select_engine, set_up_together
 
-# Training flags in which models may differ. All other flags concern the batches, the process, or
-# the steps at which all models log, validate or save.
+# Training flags in which models may differ. All models share the other flags: most concern the
+# batches, the process, or the steps at which all models log, validate or save.
 OWN = {
     *("run_name", "init_from", "deepspeed", "compile", "gradient_checkpointing"),
     *("optimizer", "learning_rate", "muon_learning_rate", "lr_schedule", "warmup_steps"),
@@ -155,8 +155,8 @@ class Runs:
 
 
 def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[TrainingArguments, dict]]:
-    """Return the training arguments and model settings of each model. Raises UsageError or
-    ConfigError if a file has invalid flags, or if two models have the same name."""
+    """Return the training arguments and model settings of each model. Raises UsageError if a file
+    is unreadable or has invalid flags, or if two models have the same name."""
     models, flags_of_all = [], vars(shared) | settings
     for file in flags_of_all.pop("model"):
         try:
@@ -172,8 +172,8 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
 
 
 def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | None]:
-    """Return one checkpoint of each run, of the newest step at which all of them are undamaged. If
-    no run has a checkpoint, return `resume` for each. Raises UsageError without such a step."""
+    """Return the checkpoint of each run at the newest step at which all are undamaged; `resume` for
+    each run if it is None or if no run has a checkpoint. Raises UsageError without such a step."""
     steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
     if resume is None or not any(steps):
         return [resume] * len(runs)
@@ -184,7 +184,7 @@ def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | No
             return [str(path) for path in paths]
         print(f"DAMAGED CHECKPOINT {'; '.join(damaged)}; trying an earlier step", flush=True)
     reason = "no step has an undamaged checkpoint of every model"
-    raise UsageError(f"--resume auto: {reason}: leave out a --model whose run lacks them")
+    raise UsageError(f"--resume auto: {reason}: leave out a --model without undamaged checkpoints")
 
 
 if __name__ == "__main__":

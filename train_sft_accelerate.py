@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_config.yaml train_sft_accelerate.py [flags]
 
-Unlike in pretraining, training starts from the weights of --init_from (default: the newest
-pretraining run), a sequence is a whole conversation, and only answer tokens count in the loss.
+Training starts from the weights of --init_from (default: the newest pretraining run). Unlike in
+pretraining, a sequence holds one conversation, and only answer tokens count in the loss.
 """
 
 from training.arguments import SFTArguments

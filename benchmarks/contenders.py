@@ -30,7 +30,7 @@ from training.engine.device import peak_memory_bytes
 from training.engine.estimate import FILES
 
 LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model starts
-# The name that an engine must report: a wrong setting can switch an engine off silently.
+# Start of the name that an engine must report: a wrong setting can switch an engine off silently.
 ENGINES = {
     "single": "single process",
     "ddp": "DDP",
@@ -133,7 +133,7 @@ def environments(contender: Contender) -> list[dict[str, str]]:
 
 
 class TeamError(Exception):
-    """A contender cannot go on; the log of its team ends with the reason."""
+    """A contender cannot go on. The message gives the reason."""
 
     def __init__(self, contender: Contender, reason: str):
         super().__init__(reason)
@@ -195,7 +195,7 @@ class Team:
         return "\n".join(f"    {line}" for line in lines[-15:])
 
     def close(self) -> None:
-        """End all processes, and the helpers in their sessions."""
+        """End the processes that still run, and the helpers in their sessions."""
         for connection, process in self._ranks.items():
             if process.is_alive():
                 process.kill()

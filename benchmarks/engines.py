@@ -1,4 +1,4 @@
-"""Run every engine on the same steps; report loss, time, memory and traffic, with estimates.
+"""Run engines on the same steps; report loss, time, and measured and estimated memory and traffic.
 
     python -m benchmarks.engines      # one process per GPU, or 2 on a CPU
     python -m benchmarks.engines --processes 4 --dtype bfloat16 --engines ddp zero2
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
-    """Return the flags and the work. Raises ConfigError if the shape of the model is invalid."""
+    """Return the flags and the work. Raises UsageError or ConfigError for wrong flags or text."""
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     processes = torch.cuda.device_count() or 2
@@ -154,8 +154,8 @@ def loopback_bytes() -> int:
 
 
 def take_steps(out: Path, steps: int, flags: list[str]) -> None:
-    """Train as one rank of an engine. Rank 0 writes to `out`: the losses, the median seconds of a
-    step, and the measured and expected bytes of peak memory and of traffic per process and step."""
+    """Train as one rank of an engine. Rank 0 writes to `out`: the engine's name, its losses, the
+    median seconds of a step, and the measured and expected bytes in memory and sent per step."""
     # Load these libraries now, so that they do not count as memory of the model.
     import deepspeed.runtime.zero.muon.muon_optimizer
     import deepspeed.runtime.zero.stage3  # noqa: F401

@@ -1,6 +1,6 @@
 """Models of other projects, trained in the way of their own trainers.
 
-Weights and the averages of AdamW are fp32, the forward pass uses autocast, gradients are clipped.
+Weights and the averages of AdamW are fp32, autocast is used for bf16, gradients are clipped.
 This is the step of `transformers.Trainer(bf16=True)` and `litgpt pretrain --precision bf16-mixed`.
 Their loops are left out, because they would only make the peers slower.
 """
@@ -44,7 +44,7 @@ def build_transformers(work: Work) -> nn.Module:
 
 
 def transformers_loss(model: nn.Module, tokens: Tensor, targets: Tensor, precision) -> Tensor:
-    """Return the loss of transformers. With `shift_labels` it does not shift the targets."""
+    """Return the loss of transformers, which does not shift targets passed as `shift_labels`."""
     with precision:
         return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
 

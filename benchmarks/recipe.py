@@ -34,7 +34,7 @@ PICTURE = Path("out/benchmarks/recipe.png")
 EXPONENTS = -0.34, -0.28
 # E, A and B of `describe_fit` for the built-in text, fitted to the runs in docs/recipe.md.
 BUILT_IN = 0.297, 0.306, 0.804
-# For --choices: machine → (GPUs, FLOP/s in training); text → (bytes, bytes per token); minutes.
+# For --choices: machine → (GPUs, real FLOP/s); text → (bytes, bytes per token); time → minutes.
 H100 = peak_flops("H100", "bf16") * GPU_SHARE
 MACHINES = {
     "2 cores": (0, 0.37e12),  # measured with 3 × 128
@@ -137,7 +137,7 @@ def draw(axes, rows: list[dict]) -> None:
 
 
 def choices() -> list[dict]:
-    """Return one row per choice of the recipe for TEXTS on MACHINES, with the fitted loss."""
+    """Return a row per choice for TEXTS on MACHINES; BUILT_IN gives the bits per byte."""
     rows, ended = [], set()
     for machine, text, time in itertools.product(MACHINES, TEXTS, TIMES):
         plan, minutes = planned(*MACHINES[machine], *TEXTS[text], TIMES[time])
@@ -165,7 +165,7 @@ def choices() -> list[dict]:
 
 
 def worth(plan: recipe.Plan) -> float:
-    """Return tokens; after 15 passes a pass is worth 1/e: https://arxiv.org/abs/2305.16264."""
+    """Return how many new tokens teach as much; pass 16 counts 1/e (arxiv.org/abs/2305.16264)."""
     repeats = 15.4 * -math.expm1(min(0, 1 - plan.passes) / 15.4)
     return plan.tokens / max(1, plan.passes) * (1 + repeats)
 

@@ -4,10 +4,10 @@
 
 Each contender takes one turn alone, and then takes turns with the first contender, the baseline:
 A B A B A B, then A C A C A C. If the speed of the machine drifts, the ratio of two contenders
-within one round is more reliable than their speeds, and the median over rounds is better still. At
+within one round is more reliable than their speeds; the table has the median of these ratios. At
 most two contenders are in memory at a time. --contenders takes names, such as ours-zero2-compiled,
-and groups: all, ours and peers. The groups blocks, selective, muon and uncoalesced are variants of
-ours that `all` does not contain.
+and groups: all, ours, peers, transformers and litgpt. The groups blocks, selective, muon and
+uncoalesced are variants of ours; `all` and `ours` do not contain them.
 """
 
 import argparse
@@ -54,13 +54,13 @@ def main(argv: list[str] | None = None) -> None:
                     print(session.section(), flush=True)
                 missing += [f"{size}: {name}: {why}" for name, why in session.missing.items()]
         if missing:
-            raise UsageError(f"not measured: {'; '.join(missing)}")
+            raise UsageError(f"not measured to the end: {'; '.join(missing)}")
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Return the flags, with the chosen Contenders, and `works`, which maps a size to its Work.
 
-    Raises UsageError if a value cannot work.
+    Raises UsageError for a wrong flag or an unknown contender.
     """
     n_gpus = torch.cuda.device_count()
     parser = new_parser(PROGRAM, __doc__)
@@ -69,7 +69,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--sizes", nargs="+", choices=SIZES, default=sizes)
     known = "names or groups: all, ours, peers, muon, ..."
     add("--contenders", nargs="+", default=["all"], help=known)
-    add("--rounds", type=int, default=5, help="turns of each contender")
+    add("--rounds", type=int, default=5, help="rounds of each contender with the first")
     add("--steps", type=int, default=10 if n_gpus else 3, help="steps per turn")
     add("--warmup_steps", type=int, default=3, help="steps before the first turn")
     add("--batch_size", type=int, help="sequences per micro-batch (default: by --sizes)")
@@ -101,11 +101,11 @@ class Session:
     def __init__(self, size: str, work: Work, options: argparse.Namespace, folder: Path):
         self.size, self.work, self.options, self.folder = size, work, options, folder
         self.turns: list[Turn] = []
-        self.missing = {contender.name: "no time left" for contender in options.contenders}
+        self.missing = {contender.name: "took no turn" for contender in options.contenders}
         self.rounds = 0  # number of rounds that have begun
         self.product_flops = matrix_flops(getattr(torch, work.dtype))
         self._teams: dict[Contender, Team] = {}  # running
-        self._first_steps: dict[Contender, float] = {}  # seconds until a team's first step
+        self._first_steps: dict[Contender, float] = {}  # seconds until a team has taken a step
 
     def measure(self) -> None:
         """Measure all rounds in the order that the module's docstring describes."""
@@ -146,7 +146,7 @@ class Session:
             parts.append(table(table_rows(self.turns)))
         if self.missing:
             missing = [f"- {name}: {reason}" for name, reason in self.missing.items()]
-            parts += ["Not measured:", "\n".join(missing)]
+            parts += ["Not measured to the end:", "\n".join(missing)]
         return "\n\n".join(parts) + "\n"
 
     def _start(self, contender: Contender) -> None:
@@ -216,8 +216,8 @@ class Session:
 
 
 def matrix_flops(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of matrix products: the median of the repeats, for the fastest shape. On an
-    unknown machine this replaces the peak of the data sheet."""
+    """Return the FLOP/s of matrix products: the median of the repeats, for the fastest shape. The
+    column "of products" of the table divides by this number."""
     use_all_cores()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []

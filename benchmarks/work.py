@@ -57,7 +57,7 @@ class Work:
 
     def on(self, data: str) -> "Work":
         """Return the same work on another text, with its vocabulary. Prepare the built-in text if
-        missing. Raises UsageError if preparing failed, or if the folder is not prepared text."""
+        missing. Raises UsageError if preparing failed, or if the folder holds no prepared data."""
         path = Path(data).absolute()
         if data == DATA and not (path := REPOSITORY / DATA).exists():
             words = [sys.executable, "-m", "scripts.prepare_data", "--out", str(path)]

@@ -10,7 +10,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keep line breaks of descriptions. Add the default to a help text that does not mention it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        no_default = (None, argparse.SUPPRESS, [])
+        no_default = (None, argparse.SUPPRESS, [], "")
         is_switch = action.default is False  # off unless it is typed
         if "default" in action.help or action.default in no_default or is_switch:
             return action.help

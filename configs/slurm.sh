@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on several machines under SLURM. Submit from the repository's folder, which all machines must see:
 #
-#   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32      with flags of run_accelerate.sh
+#   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32      with training flags
 #
 # This file has not been run on a cluster yet. Five minutes before its time limit, the job saves and ends. To continue,
 # submit it with the same --run_name (default: job-NUMBER). If a machine fails, SLURM submits the job again.

@@ -73,7 +73,7 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
     """Return the turns of a conversation. Raises UsageError, which begins with `where`, if the
-    format is unknown, if `check_turns` refuses the turns, or if no answer counts in the loss."""
+    format is unsupported, `check_turns` refuses the turns, or no answer counts in the loss."""
     if value.get("history"):
         raise UsageError(f'{where}: "history" is not supported: put all turns into "messages"')
     turns = _turns(value, where)
@@ -102,7 +102,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
 
 
 def text_of(content: object) -> object:
-    """Join text parts. If a part is not text, return that part. Return a non-list unchanged."""
+    """Join text parts, or return a part that is not text. Return other values unchanged."""
     with suppress(TypeError, KeyError):
         if isinstance(content, list):
             others = [part for part in content if part["type"] != "text"]

@@ -44,7 +44,7 @@ class Record(NamedTuple):
     path: str
     position: int  # first byte in a .txt or .py, from 0; line or row in other files, from 1
     raw: bytes
-    fault: str = ""  # why the row has no text; empty if it has text
+    fault: str = ""  # why a row of a .csv or .parquet has no text; otherwise ""
     text_column: str = TEXT_COLUMN  # the key of the text in a line of JSON
 
     @property
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 
 def text_size(files: Iterable[str]) -> int:
-    """Estimate the bytes of text in these files. A compressed file counts four times its size."""
+    """Estimate the bytes of text in files. A .gz, .zst or .parquet counts four times its size."""
     factors = {".gz": 4, ".zst": 4, ".parquet": 4}
     return sum(os.path.getsize(path) * factors.get(Path(path).suffix, 1) for path in files)
 
@@ -170,8 +170,8 @@ def _known_columns(path: str, keys: tuple[str, ...], names: list[str]) -> list[s
     if columns := [key for key in keys if key in names]:
         return columns
     known = ", ".join(map(repr, names))
-    wanted = " or ".join(map(repr, keys))
-    raise UsageError(f"{path}: no column {wanted} (--text_column); it has {known}")
+    wanted = " or ".join(map(repr, keys)) + (" (--text_column)" if len(keys) == 1 else "")
+    raise UsageError(f"{path}: no column {wanted}; it has {known}")
 
 
 def _pyarrow(path: str) -> ModuleType:

@@ -30,7 +30,7 @@ class TokenStream(Dataset):
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
     lengths: np.ndarray | None = None  # number of targets of each sample; None: always seq_len
-    n_first: int = 0  # samples of the first segmentation, at the start, if others follow
+    n_first: int = 0  # the first n_first samples are the first segmentation; 0: no other exists
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder = Path(folder)

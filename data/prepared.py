@@ -23,7 +23,7 @@ def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
 
 
 def conversations_out(conversations: str, tokenizer: Path) -> Path:
-    """Return the folder for conversations encoded with `tokenizer`. UsageError if it is missing."""
+    """Return the folder for encoded conversations. Raises UsageError without the tokenizer file."""
     if not tokenizer.is_file():
         raise UsageError(f"{tokenizer}, the tokenizer of the model, is missing")
     words = [tokenizer_hash(tokenizer)]
@@ -35,9 +35,9 @@ def conversations_out(conversations: str, tokenizer: Path) -> Path:
 def find_prepared(
     out: Path, files: list[str], options: PackingOptions, reuse: bool, overwrite: bool
 ) -> str | None:
-    """Return a sentence if `out` already holds data of these files, None if it must be written.
-    `reuse` accepts other settings, and replaces data of the same path if the files have changed.
-    `overwrite` replaces other data. Raises UsageError if `out` must not be replaced."""
+    """Return a sentence if the data in `out` can be used, None if `out` must be written. `reuse`
+    accepts other settings, and replaces damaged data, and data of the same path if the files have
+    changed. `overwrite` replaces other data. Raises UsageError if `out` must not be replaced."""
     source, stored = describe_sources(files, options), {}
     with suppress(UsageError, OSError, KeyError):  # `out` is missing or damaged
         description = read_description(out)

@@ -38,9 +38,9 @@ class ShardWriter:
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
         """Write the tokens of one document with n_bytes of text.
-        `answers`, (answers, 2), has the start and end of each answer in the tokens."""
+        `answers`, (n, 2), has the start and end of each of the n answers in the tokens."""
         if answers is not None:
-            positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (answers, 3)
+            positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (n, 3)
             self._append(self.answers["file"], positions.astype(ANSWER_DTYPE))
             self.answers["count"] += len(answers)
             self.answers["tokens"] += int(np.diff(answers).sum())
@@ -76,7 +76,7 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path, kind: str = TEXT) -> dict:
-    """Read dataset.json. Raises UsageError, with advice for `kind`, if it is missing or damaged."""
+    """Read dataset.json. Raises UsageError if it is damaged or (with advice for `kind`) missing."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():

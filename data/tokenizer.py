@@ -38,7 +38,7 @@ class Tokenizer:
         self.bos_id, self.eos_id = self._model.bos_id(), self._model.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
             raise UsageError(f"{path}: has no <s> and </s> pieces")
-        # A literal U+2581 would be decoded as a space, so it is encoded as three byte pieces.
+        # A literal U+2581 would be decoded as a space: encode it as byte pieces, if there are any.
         names = [f"<0x{byte:02X}>" for byte in SPACE_SYMBOL.encode()]
         self._space_symbol_ids = [self._model.piece_to_id(name) for name in names]
 
@@ -63,7 +63,7 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_prompt(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of <s> and of a text to continue, and the ids that may come next ([]:
+        """Return the ids of the begin piece and of a prompt, and the ids that may come next ([]:
         all). A space at the end is not encoded. The next piece must then begin with a space."""
         if text.endswith(" ") and self.ids_with_space:
             return [self.bos_id, *self.encode(text[:-1])], self.ids_with_space

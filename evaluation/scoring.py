@@ -100,7 +100,7 @@ def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None)
     n_local = int(environ.get("LOCAL_WORLD_SIZE", 1))  # processes on this machine
     if not on_cpu and n_local > n_gpus:
         raise UsageError(f"{n_local} processes for {n_gpus} GPUs: pass --num_processes {n_gpus}")
-    # The Accelerator does not prepare the model: scripts/evaluate.py does, also under ZeRO-3.
+    # DeepSpeed must not start again: under ZeRO-3, `load_divided` has already divided the model.
     environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu)
     if on_cpu:

@@ -70,7 +70,7 @@ def import_weights(
             weights, said = _state_dict(source)
             for name in said.keys() & given.keys() - {"max_seq_len"}:
                 if said[name] != given[name]:
-                    raise UsageError(f"--{name} {given[name]}, but {source} says {said[name]}")
+                    raise UsageError(f"drop --{name}: {source} or params.json says {said[name]}")
             given = said | given
             assumed = {name: DEFAULTS[name] for name in DEFAULTS if name not in given}
             config, weights = _read_file(source, weights, assumed | given)
@@ -139,7 +139,7 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
-    """Return a config from shapes and `settings`. Raises WeightsError if this is no Llama."""
+    """Return a config from shapes and `settings`. Raises WeightsError if they fit no Llama."""
     in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
     needed = ["tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in in_block)]
     for name in needed:

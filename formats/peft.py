@@ -29,7 +29,7 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
             (tensor,) = to_llama(config, {f"{layer}.weight": tensor}).values()
         (whole if kind == "weight" else adapted)[theirs] = None
         tensors[f"{PREFIX}{theirs}.{FACTORS.get(kind, kind)}"] = tensor
-    if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT unties the two
+    if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT unties lm_head
         whole["lm_head"] = None
         tensors[f"{PREFIX}lm_head.weight"] = weights["tok_embeddings.weight"].clone()
     save_tensors(folder / ADAPTER_WEIGHTS, tensors)

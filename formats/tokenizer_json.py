@@ -3,7 +3,7 @@
 SentencePiece repeatedly joins the two neighbours whose union has the best score, leftmost first.
 `tokenizers` joins the pair that comes first in its list of merges. `merges` sorts this list by the
 score of the union, so the ids are equal. Several pairs may form the same piece, but only one of
-them occurs, because joins inside a part of a text do not depend on the text around this part.
+them occurs: all earlier joins are inside the piece, so the text around it has no influence.
 
 SentencePiece writes a space as U+2581. In the tokenizer.json a space stays a space. A literal
 U+2581 then has no piece and is spelled in bytes, as in data/tokenizer.py.

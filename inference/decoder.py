@@ -69,7 +69,7 @@ def project_gate(feed_forward: FeedForward, dtype: torch.dtype) -> Callable:
 
 def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transformer:
     """Return a copy of the model for generation, with weights in `dtype` and adapters merged. If
-    the model has this dtype, the copy shares its norms, its embedding and its experts."""
+    the model has this dtype, the copy shares the model's norms, embedding and experts."""
 
     def fused(norm: nn.Module) -> Callable:
         weight = norm.weight.detach().to(dtype)
@@ -107,7 +107,7 @@ def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transforme
 
 
 def _replace(module: nn.Module, **others) -> None:
-    """Replace submodules and parameters: module calls take a tenth of a small model's time."""
+    """Replace parts by functions or tensors: module calls take a tenth of a small model's time."""
     for name, other in others.items():
         delattr(module, name)
         setattr(module, name, other)
@@ -142,7 +142,7 @@ class Decoder:
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.device = model.tok_embeddings.weight.device
         self.forward = model if divided else prepare_for_generation(model, self.dtype).forward
-        # Launching kernels takes most of a step. A graph cannot wait for the GPU, but experts may.
+        # Launching kernels takes most of a step. Experts may wait for the GPU, which no graph can.
         self.recorded = self.device.type == "cuda" and not (divided or model.config.use_moe)
 
     @torch.inference_mode()

@@ -21,7 +21,7 @@ from model.transformer import Transformer
 @dataclass(kw_only=True, eq=False)
 class Continuation:
     """One prompt and its new tokens. Whenever the context is full, the model goes on with the
-    newest tokens only, half a context of them.
+    newest half of the context.
 
     Args:
         prompt: token ids, at least one.
@@ -113,7 +113,7 @@ class StreamedText(Continuation):
             self.deliver("", reason)
 
     def _decode(self) -> None:
-        """Decode the new ids, except an incomplete character at the end."""
+        """Decode the new ids, except an incomplete character at the end of an unfinished text."""
         text = self.tokenizer.decode(self._before + self.ids[self._n_decoded :])
         incomplete = len(text) - len(text.rstrip("\ufffd"))
         end = len(text)

@@ -11,8 +11,8 @@ from common.parser import is_text
 
 
 def read_prompts(given: list[str], path: str | None) -> list[str]:
-    """Return the prompts in `given` and in the file `path` ("-": stdin). Each line is a prompt or,
-    in a .jsonl file, an object with the key "prompt". Raises UsageError for bad prompts or none."""
+    """Return `given` and the prompts in the file `path` ("-": stdin). A non-empty line is a prompt
+    or, in .jsonl, an object with the key "prompt". Raises UsageError for bad prompts or none."""
     prompts = list(given)
     if path:
         try:

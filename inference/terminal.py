@@ -107,7 +107,7 @@ class Chat:
             )
         self.turns = turns[dropped:]
         if dropped:
-            say(f"(The context is full: the model no longer sees the oldest {dropped} messages.)")
+            say(f"(The context is full: the model now forgets the oldest {dropped} messages.)")
         return ids
 
     def answer(self, line: str) -> None:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from model.attention import fused_attention
 from model.config import LMConfig
 
-# A full cache may take gigabytes. On a GPU, a mask is copied unless 16 divides its length.
-STRETCH = 64  # allocated positions: a multiple of it, or the whole context
+# A full cache may take gigabytes. A GPU copies a mask whose length is not a multiple of 16.
+STRETCH = 64  # allocated positions are a multiple of STRETCH, or the whole context
 
 
 class LayerCache:
@@ -49,7 +49,7 @@ class LayerCache:
 
 class Cache:
     """The cache of all blocks. It grows with its sequences, up to max_seq_len positions. `lengths`
-    counts each prompt's tokens. The first pass reads the prompts; call `advance` before others."""
+    counts each prompt's tokens. The first pass reads them. Call `advance` before later passes."""
 
     def __init__(
         self, config: LMConfig, lengths: list[int], dtype: torch.dtype, device: torch.device

@@ -9,11 +9,11 @@ EXPERTS = (
     *("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_hidden_dim"),
     *("router_aux_loss", "norm_topk_prob"),
 )
-LARGEST = 1 << 24  # upper limit of every integer field, larger than in any known model
+LARGEST = 1 << 24  # upper limit of every integer field
 
 
 class ConfigError(ValueError):
-    """Settings of a model that cannot work. The message names the field and its value."""
+    """Settings of a model, or its weights, cannot be used."""
 
 
 def setting(default, help_text: str, must=None, **metadata):
@@ -34,15 +34,15 @@ class RopeScaling:
     def __post_init__(self):
         for name, value in asdict(self).items():
             if type(value) not in (int, float) or not 0 < value < float("inf"):
-                raise ConfigError(f"rope_scaling: {name} must be positive, not {value!r}")
+                raise ConfigError(f"rope_scaling: {name} must be finite and above 0, not {value!r}")
 
 
 @dataclass
 class LMConfig:
     """Settings of a Llama-style decoder.
 
-    If `hidden_dim` is None, it becomes 2/3 of 4·dim, rounded up to `multiple_of`, as in Llama's
-    release. If `head_dim` is None, it becomes dim / n_heads.
+    If `hidden_dim` is None, it becomes 2/3 of 4·dim, rounded up to a multiple of `multiple_of`,
+    as in Llama's release. If `head_dim` is None, it becomes dim / n_heads.
 
     Raises ConfigError if a value has the wrong type or is out of range, or if values contradict
     each other, for example if n_heads is not divisible by n_kv_heads."""
@@ -51,7 +51,7 @@ class LMConfig:
     n_layers: int = setting(8, "transformer blocks")
     n_heads: int = setting(8, "query heads; must divide dim, unless head_dim is given")
     n_kv_heads: int = setting(2, "key/value heads, shared by query heads (grouped-query attention)")
-    vocab_size: int = setting(6400, "pieces in the vocabulary", flag=False)  # the data decides
+    vocab_size: int = setting(6400, "pieces in the vocabulary", flag=False)  # from data or weights
     head_dim: int | None = setting(None, "channels per head, must be even (default: dim / n_heads)")
     hidden_dim: int | None = setting(None, "inner feed-forward width (default: computed from dim)")
     multiple_of: int = setting(64, "a computed hidden_dim is rounded up to a multiple of this")
@@ -102,7 +102,7 @@ class LMConfig:
             self.rope_scaling = RopeScaling(**self.rope_scaling)  # a dict, from a file
 
     def _check_experts(self) -> None:
-        """Set moe_hidden_dim. Raise ConfigError if settings of experts contradict each other."""
+        """Set moe_hidden_dim of experts. Raise ConfigError if a setting of experts cannot work."""
         if not self.use_moe:
             for name in EXPERTS:
                 if getattr(self, name) != getattr(LMConfig, name):
@@ -125,7 +125,7 @@ class LMConfig:
                 raise ConfigError(f"{name} must be {limits}, not {value!r}")
         elif kind is float:
             if type(value) not in (int, float) or abs(value) > sys.float_info.max:
-                raise ConfigError(f"{name} must be a number, not {value!r}")
+                raise ConfigError(f"{name} must be a finite number, not {value!r}")
         elif kind is bool and type(value) is not bool:
             raise ConfigError(f"{name} must be true or false, not {value!r}")
 

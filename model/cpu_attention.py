@@ -1,6 +1,6 @@
 """Causal attention for CPUs, computed in blocks of query positions.
 
-A block of queries attends to the keys up to the end of the block. Almost half of the T × T scores
+A block of queries attends to the keys up to the end of the block. Up to half of the T × T scores
 are therefore never computed. The query heads that share a key/value head are rows of one matrix.
 docs/lab-log.md compares the speed with plain attention and with PyTorch's own CPU attention.
 In shape comments Z is batch · n_kv_heads, and D is head_dim.

@@ -2,8 +2,8 @@
 
 y = W x + (alpha / dim) · B A x. The rank is dim: A is (dim, in), and B is (out, dim). Source: Hu et
 al., https://arxiv.org/abs/2106.09685. Scaling and initial values are as in PEFT. B starts at zero,
-so at first the model computes the same as without adapters. DeepSpeed-Chat has the same flags,
-but scales by 1 / dim.
+so at first the model computes the same as without adapters. DeepSpeed-Chat has the same flags
+except lora_alpha: it scales by 1 / dim.
 """
 
 import math
@@ -25,7 +25,7 @@ class LoRA:
     dim: int  # the rank: the inner dimension of the product B A
     alpha: float  # alpha / dim is the factor of the product B A
     module_name: str  # layers with this text in their names have adapters
-    only_lora: bool  # True if all other parameters are frozen
+    only_lora: bool  # True if only the adapters are trained
 
     @property
     def scaling(self) -> float:
@@ -54,7 +54,7 @@ def add_lora(model: Transformer, lora: LoRA) -> Transformer:
 
     The weights of these layers are frozen. Experts are frozen too and get no adapters: in a block
     with experts, only attention is adapted. With only_lora, all other parameters are frozen too.
-    Raises ConfigError if `dim` is out of range, if no layer or a tied output layer is selected."""
+    Raises ConfigError if `dim` is out of range, or if no layer or a tied output layer is chosen."""
     module_name = lora.module_name
     if not 1 <= lora.dim <= model.config.dim:
         raise ConfigError(f"lora_dim must be from 1 to dim ({model.config.dim}), not {lora.dim}")

@@ -187,7 +187,7 @@ def _settings(runs: dict[str, History]) -> str:
 
 
 def _flat(settings: dict) -> dict[str, str]:
-    """Return settings.json without nesting and command, as name → text."""
+    """Return settings.json as name → text. Groups are joined, and the command is left out."""
     flat = {}
     for key, value in settings.items():
         if isinstance(value, dict) and key != "deepspeed":  # a group of settings

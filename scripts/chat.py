@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add_model_flags(add)
     add("--system", default="", help="system message at the start of the conversation")
-    add("--max_new_tokens", type=at_least_1, help="most tokens of an answer (default: the context)")
+    add("--max_new_tokens", type=at_least_1, help="maximum tokens per answer (default: what fits)")
     add("--seed", type=int, default=42, help="random seed; answer i (from 0) uses seed + i")
     args = parser.parse_args(argv)
     sampling = sampling_of(args)

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--prompts", help="file: a prompt per line, or .jsonl with the key 'prompt'; '-': stdin")
     add("--interactive", action="store_true", help="ask for prompts in the terminal")
     add("--num_samples", type=at_least_1, default=1, help="continuations of each prompt")
-    add("--max_new_tokens", type=at_least_1, default=100, help="most tokens of a continuation")
+    add("--max_new_tokens", type=at_least_1, default=100, help="maximum tokens of a continuation")
     add("--greedy", action="store_true", help="always take the most likely token (--temperature 0)")
     add("--stop", action="append", default=[], help="text that ends a continuation; repeatable")
     add("--seed", type=int, default=42, help="random seed; continuation i (from 0) uses seed + i")

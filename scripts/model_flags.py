@@ -26,9 +26,9 @@ def add_model_flags(add: Callable) -> None:
 
 
 def at_least_1(typed: str) -> int:
-    """Parse the value of a flag. Raises ArgumentTypeError if it is less than 1."""
-    if int(typed) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {typed}")
+    """Parse an integer. Raises ArgumentTypeError for other text and for numbers below 1."""
+    if not typed.isdecimal() or int(typed) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {typed}")
     return int(typed)
 
 
@@ -67,9 +67,9 @@ def load(args: argparse.Namespace):
 
 
 def load_to_talk(args: argparse.Namespace):
-    """Call `load` for a chat; print a warning if the model has not learned to answer."""
+    """Call `load` for chat and serve; print a warning if the model has not learned to answer."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UsageError("a chat needs one process: start it with python -m, without a launcher")
+        raise UsageError("this program needs one process: start it with python -m, not a launcher")
     decoder, trained = load(args)
     if not trained.chats:
         say("this model was not trained on conversations: it may not answer")

@@ -10,8 +10,8 @@ A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent
                            model, adapters; "identity": settings that a resumed run must keep
     manifest.json          size and SHA-256 of each file above
 
-Any engine and any number of processes can load a checkpoint. It contains no code.
-If a run has adapters, its initial weights are in its folder base/.
+Any engine that runs the optimizer, with any number of processes, can load a checkpoint.
+If a run has adapters, its initial weights are in its folder base/. No file contains code.
 """
 
 import hashlib
@@ -122,7 +122,7 @@ def val_loss(path: Path) -> float | None:
 
 
 def read_state(path: Path) -> dict:
-    """Read state.json of an undamaged checkpoint, also in the forms of older versions."""
+    """Read state.json of a checkpoint, also in the forms of older versions."""
     state = portable.read_json(path / STATE)
     identity = {"optimizer": "adamw"} | state["identity"]  # older versions name no optimizer
     if "model" not in state:  # in older versions "identity" has the shape of the model

@@ -65,5 +65,5 @@ def name_of(name: str, runs: Path, program: str | None) -> str:
         return name
     if found := newest_first(runs.glob("*"), program, lambda run: run.metrics):
         return name.replace("auto", str(found[0].path))
-    where = runs.absolute()
-    raise UsageError(f"there is no run in {where} yet: start one with bash run_accelerate.sh")
+    what = f"run of {program}" if program else "run"
+    raise UsageError(f"no {what} in {runs.absolute()} yet: start one with bash run_accelerate.sh")

@@ -69,8 +69,8 @@ def test_a_number_outside_its_limits_is_refused_by_name(name):
         ("--batch_size", "batch_size"),
         ("--sample_prompt=\ud83d", "sample_prompt"),
         ("--deepspeed=a\0", "deepspeed"),
-        ("--deepspeed", "--deepspeed must be the name of a file"),
-        ("--deepspeed_config ds.json --deepspeed", "--deepspeed must be the name of a file"),
+        ("--deepspeed", "--deepspeed must be a path"),
+        ("--deepspeed_config ds.json --deepspeed", "--deepspeed must be a path"),
         ("--log_with=tensorboard,nonsense", "log_with"),
         ("--nonsense 1", "unrecognized arguments: --nonsense 1 (see --help)"),
         ("--batch 8", "--batch"),  # a flag cannot be abbreviated

@@ -47,7 +47,7 @@ def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
     chat.context, chat.turns = len(fitting) + 12, said
     assert chat.ask("sum 4") == encode_chat_prompt(tokenizer, [BRIEF, *said[4:], question])
     assert chat.turns == turns("sum 3", "3", "sum 4")
-    assert "no longer sees the oldest 4 messages" in capsys.readouterr().err
+    assert "now forgets the oldest 4 messages" in capsys.readouterr().err
     chat.turns, long = said, "1 + 1 = 2; " * 9
     n = len(encode_chat_prompt(tokenizer, [BRIEF, Turn("user", long)]))
     with pytest.raises(UsageError, match=f"{n} tokens.*context of this model has .*, and 12 are"):

@@ -184,7 +184,7 @@ def test_the_first_line_or_row_decides_the_task(content, text_column, task, tmp_
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--batch_size 0", "--batch_size: must be at least 1, not 0"),
+        ("--batch_size 0", "--batch_size: must be a whole number, at least 1, not 0"),
         ("--stride 8", "--stride is for --task text"),
         ("--delimiter :", "--delimiter is for --task choice"),
         ("--json /nowhere/x.json", "--json /nowhere/x.json: no file can be written there"),

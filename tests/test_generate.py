@@ -136,7 +136,7 @@ REFUSED = {  # program: {flags after the folder of weights: a pattern in the mes
         ("--prompts", "nowhere.txt"): "--prompts nowhere.txt: No such file or directory$",
         ("--interactive", "--prompt", "x"): "leave out --prompt and --prompts",
         ("--prompt", "x", "--device", "quark"): "--device quark cannot be used here",
-        ("--prompt", "x", "--batch_size", "0"): "--batch_size: must be at least 1, not 0",
+        ("--prompt", "x", "--batch_size", "0"): "must be a whole number, at least 1, not 0",
         ("--prompt", "x", "--top_p", "0"): "--top_p must be above 0 and at most 1, not 0.0",
     },
     "chat": {

@@ -174,7 +174,7 @@ def test_auto_looks_where_runs_are_written(runs, packed):
     args, settings = parse_arguments(["--data", str(packed), "--out_dir", str(runs)])
     found = prepare(replace(args, init_from="auto"), settings, None)
     assert found.source.path == runs / "newer" / "weights"
-    with pytest.raises(UsageError, match=f"there is no run in {runs / 'none'} yet"):
+    with pytest.raises(UsageError, match=f"no run of train_pretrain.* in {runs / 'none'} yet"):
         student(runs / "none")
 
 

@@ -83,13 +83,13 @@ def test_repeated_tokens_count_in_full_when_the_model_is_chosen():
     assert dims == [128, 192]  # measured for 1.0 MB of plays and 1.6 MB of source code
 
 
-@pytest.mark.parametrize("tokens", [2e5, 3.7e6])
+@pytest.mark.parametrize(("tokens", "sequences"), [(2e5, None), (3.7e6, None), (2e5, 512)])
 @pytest.mark.parametrize("processes", [1, 8, 64])
-def test_a_batch_leaves_200_steps_unless_its_micro_batches_have_one_sequence(tokens, processes):
-    task = replace(TEXT, seconds=600, tokens=tokens, most_passes=15, processes=processes)
+def test_a_run_has_200_steps_or_each_step_one_sequence_per_process(tokens, sequences, processes):
+    task = replace(TEXT, tokens=tokens, most_passes=15, processes=processes, sequences=sequences)
     plan = choose(task, [replace(model, rows=8 * model.rows) for model in MODELS], at(4e14))
     together = plan.model.rows * plan.model.length * plan.accumulation * processes
-    assert plan.steps >= LEAST_STEPS or plan.model.rows == 1
+    assert plan.steps >= LEAST_STEPS or plan.model.rows == plan.accumulation == 1
     assert plan.tokens == plan.steps * together
 
 

@@ -1,6 +1,6 @@
 """The flags of pretraining, fine-tuning and distillation: default, meaning and check of each flag.
 
-The model's flags are the fields of `LMConfig`. `python tests/flag_table.py` prints the tables of
+The model's flags are fields of `LMConfig`. `python tests/flag_table.py` prints the tables of
 docs/flags.md.
 """
 
@@ -32,7 +32,7 @@ SHARE = ("between 0 and 1", lambda value: 0 <= value <= 1)
 BELOW_1 = ("at least 0 and below 1", lambda value: 0 <= value < 1)
 SEED = ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
 FOLDER_NAME = ("a plain folder name", lambda x: x.strip(" .") and x.isprintable() and "/" not in x)
-FILE_NAME = ("the name of a file", lambda name: name.strip() and "\0" not in name)
+PATH = ("a path", lambda path: path.strip() and "\0" not in path)
 TEXT = ("text", is_text)
 TRACKER_LIST = (
     f"a list of {', '.join(TRACKERS)}",
@@ -55,7 +55,7 @@ class TrainingArguments:
     )
     out_dir: str = setting("out/runs", "folder in which the run folders are created")
     run_name: str | None = setting(None, "run folder's name (default: date and time)", FOLDER_NAME)
-    resume: str | None = setting(None, "continue the newest run ('auto'), a run or a checkpoint")
+    resume: str | None = setting(None, "continue a run, a checkpoint or 'auto' (newest run)")
     init_from: str | None = setting(
         None,
         "initial weights, which decide the model's shape: a run, RUN@best (lowest validation "
@@ -98,7 +98,7 @@ class TrainingArguments:
     deepspeed: str | None = setting(
         None,
         "DeepSpeed's configuration file, for a launch by deepspeed, torchrun or plain python",
-        FILE_NAME,
+        PATH,
         aliases=("--deepspeed_config",),
         alone="",  # as in DeepSpeed's own programs: --deepspeed --deepspeed_config FILE
     )
@@ -190,7 +190,7 @@ class SFTArguments(TrainingArguments):
     conversations: str = setting(
         "builtin",
         "file or folder of conversations to prepare; 'builtin': questions about Python's library",
-        FILE_NAME,
+        PATH,
         group="fine-tuning",
     )
 
@@ -223,11 +223,11 @@ class DistillationArguments(TrainingArguments):
         "auto",
         "model to learn from: a run, RUN@best (lowest validation loss), a checkpoint, a folder "
         "(Hugging Face's too) or 'auto' (newest pretraining run)",
-        FILE_NAME,
+        PATH,
         group="distillation",
     )
     teacher_config: str | None = setting(
-        None, "ZeRO-3 file that divides the teacher, like configs/zero3_inference.json", FILE_NAME
+        None, "ZeRO-3 file that divides the teacher, like configs/zero3_inference.json", PATH
     )
     alpha: float = setting(0.5, "weight of the hard loss; the soft loss has 1 - alpha", SHARE)
     temperature: float = setting(2.0, "divisor of both models' logits in the soft loss", POSITIVE)
@@ -255,7 +255,7 @@ def build_parser(
     kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
 ) -> argparse.ArgumentParser:
     """Return a parser of a program's training flags (`only` limits these to some names) and of the
-    model's flags. The parser returns only typed flags; the dataclasses have the defaults."""
+    model's flags. The parser returns typed flags and local_rank; the dataclasses have defaults."""
     prog = f"python {kind.program}"
     parser = OneLineParser(prog=prog, description=kind.about, allow_abbrev=False)
     groups = {}
@@ -280,7 +280,7 @@ def build_parser(
         if alone is not None:
             options |= {"nargs": "?", "const": alone}
         group.add_argument(f"--{item.name}", *item.metadata.get("aliases", ()), **options)
-    # DeepSpeed's launcher appends this flag. It is ignored: LOCAL_RANK has the same value.
+    # DeepSpeed's launcher adds this flag. It is ignored: LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser
 

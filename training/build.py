@@ -53,7 +53,7 @@ def build_model(
             parameter.data = parameter.data.to(getattr(torch, args.dtype))
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
-    # Off for conversations: cuDNN would prepare a new plan for each length, in validation too.
+    # No cuDNN attention for conversations: it would prepare a new plan for each length.
     # Code that an earlier run compiled for the same lengths with cuDNN still uses cuDNN.
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if work.compiled:

@@ -1,7 +1,7 @@
 """The loss of distillation: cross-entropy with the text and divergence from the teacher.
 
-The divergence compares softmax(logits / T) of both models, with a temperature T. It has the factor
-T², because its gradients shrink as 1/T² (Hinton et al., https://arxiv.org/abs/1503.02531).
+The divergence compares softmax(logits / T) of both models, with a temperature T. It is multiplied
+by T², because its gradients shrink as 1/T² (Hinton et al., https://arxiv.org/abs/1503.02531).
 More than CHUNK_LOGITS logits are divided into chunks; backward recomputes each chunk in fp32.
 """
 

@@ -23,12 +23,12 @@ SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange; a signal's code is its 
 
 
 class StopRequest:
-    """Decide after each step whether all ranks stop or save. A second signal over 2 s after the
-    first ends the process. Limits are in minutes; `since` is the run's start by time.monotonic."""
+    """Decide after each step whether all ranks stop or save. A signal more than 2 s after the first
+    ends the process, or the cell if it is SIGINT in a notebook. `time_limit` is in minutes."""
 
     def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
         self.engine = engine
-        self.deadline = since + 60 * (time_limit or math.inf)
+        self.deadline = since + 60 * (time_limit or math.inf)  # since: time.monotonic() at start
         self.save_seconds = 60 * (save_minutes or math.inf)
         self._signal, self._signalled_at = 0, 0.0  # the first signal and its time
         self.saved()

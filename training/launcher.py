@@ -1,4 +1,4 @@
-"""Run `accelerate launch` for run_accelerate.sh, and report a failure in one line."""
+"""Run `accelerate launch` for run_accelerate.sh, and report a failure in one or two lines."""
 
 import logging
 import os
@@ -44,7 +44,7 @@ def launch() -> int:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr that begins with run_accelerate.sh."""
+    """Print a text to stderr, after the name run_accelerate.sh."""
     print(f"run_accelerate.sh: {text}", file=sys.stderr, flush=True)
 
 

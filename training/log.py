@@ -24,8 +24,8 @@ from training.prepare import Prepared
 
 
 class LossMeter:
-    """Weighted means of the loss and of `parts` since the last `take`. `add` and `end_step` do not
-    wait for a GPU. A step with a non-finite gradient norm is skipped: its losses do not count."""
+    """Weighted means of the loss and of `parts` since the last `take`, without steps whose gradient
+    norm is not finite. `add` never waits for a GPU, `end_step` only if the norm is a float."""
 
     def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
         self.accelerator = accelerator
@@ -54,8 +54,8 @@ class LossMeter:
         self._step.zero_()
 
     def take(self) -> dict[str, float | None]:
-        """Return the means on all processes since the last call. A mean is None if every step was
-        skipped. Every process must call this."""
+        """Return the means over all processes since the last call. A mean is None if every step was
+        skipped or had no target that counts. Every process must call this."""
         *totals, weight = self.accelerator.reduce(self._sums.clone()).tolist()
         self._sums.zero_()
         means = [total / weight if weight else None for total in totals]
@@ -98,7 +98,7 @@ class StepClock:
 class TrainingLog:
     """Report at step 1, every `log_interval` steps and at the last step. The throughput leaves out
     pauses and the first step after a start, which may compile. Only the main process writes. `name`
-    is printed before every line, if several runs are trained side by side."""
+    is printed before each message. It is empty unless several runs are trained side by side."""
 
     def __init__(self, prepared: Prepared, accelerator: Accelerator, name: str = ""):
         self.accelerator, self.name = accelerator, name
@@ -196,7 +196,7 @@ class TrainingLog:
         )
 
     def profile(self, step: int, seconds: dict[str, float], line: str) -> None:
-        """Write the seconds of each phase of a step to metrics.jsonl, and print `line`."""
+        """Write the seconds of a step and of its phases to metrics.jsonl, and print `line`."""
         phases = {f"{name}_seconds": round(s, 5) for name, s in seconds.items()}
         self._write({"step": step} | phases, "profile")
         self.say(line)

@@ -77,7 +77,7 @@ def check_launch(
 
 
 def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[str, Any]:
-    """Return a resumed run's flags that are not in `flags`, except paths; {} for a new run."""
+    """Return a resumed run's flags that are not in `flags` or `of_launch`; {} for a new run."""
     if "resume" not in flags:
         return {}
     with redirect_stdout(io.StringIO()):  # `prepare` prints the same messages
@@ -134,7 +134,7 @@ def main(words: list[str]) -> list[str]:
         prepared, deepspeed = check(typed | shape)
         added = Dial(request, prepared, deepspeed, typed, processes, preparing).flags()
     check(typed | added)
-    print(f"starting {counted(processes, 'processes')}; PyTorch and DeepSpeed are loaded again")
+    print(f"starting {counted(processes, 'processes')}; PyTorch is loaded again")
     return [*request.launcher_words(processes), request.kind.program, *as_words(added), *words]
 
 

@@ -36,7 +36,7 @@ OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
     *("num_workers", "teacher", "teacher_config", "time_limit"),
 }
-# Settings that may differ from the model of the initial weights. Positions have no weights.
+# Settings that may differ from the initial weights'. No weight's shape depends on max_seq_len.
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
@@ -45,7 +45,7 @@ PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 class Prepared:
     args: TrainingArguments  # with paths filled in; a resume may change accumulation_steps
     start: StartingPoint
-    source: WeightsFolder | None  # of --init_from; None: random initial weights
+    source: WeightsFolder | None  # of --init_from; None without this flag
     teacher: TeacherWeights | None
     train_set: TokenStream
     val_set: TokenStream | None  # None: no validation
@@ -116,7 +116,7 @@ def prepare(
     identity = run_identity(train_set, filled, processes, sha256)
     if engine:
         flags = {f"--{k}": v for k, v in vars(args).items() if k not in OF_A_MACHINE}
-        facts = {"engine": engine.name} | flags | shapes.config.shape() | identity
+        facts = {"engine": engine.name} | flags | shapes.config.to_dict() | identity
         require_the_same(engine, facts | (engine.deepspeed or {}))
     if start.checkpoint:
         filled, identity = resumed_arguments(start, filled, shapes, identity, processes)
@@ -151,7 +151,7 @@ def prepared_data(
     args: TrainingArguments, source: WeightsFolder | None, teacher: TeacherWeights | None
 ) -> str:
     """Return the folder of prepared data; prepare conversations or a missing built-in corpus first.
-    Raises UsageError if preparing fails, or if the teacher's data is missing."""
+    Raises UsageError if preparing fails, the teacher's data is missing, or two flags conflict."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer))

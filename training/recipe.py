@@ -20,8 +20,8 @@ SMALL_SHAPES = ((2, 64),)  # only for a student, whose teacher may be small
 # A run of 5 million tokens suits a model of 1.43 million parameters: 3.5 tokens per parameter. The
 # ratio grows as tokens ** RISE, up to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 3.5, 0.286, 20
-# A batch of 4,096 tokens suits a run of 5 million tokens. It doubles when the run's tokens grow
-# fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
+# A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
+# tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
 BATCH, BATCH_RISE, LEAST_STEPS = 4096, 0.5, 200
 MIN_STEPS = 20  # minimum steps of a plan, even if they take too long
 EVALUATIONS = 4  # validations in a run
@@ -38,7 +38,7 @@ class Task:
     most_passes: float  # more passes would only memorise the text
     copies: int = 1  # segmentations of the text in an epoch, see data/encoding.py
     validation_tokens: float = 0  # tokens of one validation
-    sequences: float | None = None  # per step on all processes; None: the run's tokens decide
+    sequences: float | None = None  # most per step on all processes; None: the run's tokens decide
     processes: int = 1
     typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
 
@@ -49,7 +49,7 @@ class Candidate:
 
     settings: dict[str, Any]  # flags of the model
     parameters: int  # that compute a token
-    flops: float  # model FLOPs per token, of a step with its teacher
+    flops: float  # model FLOPs per token, including the teacher's forward pass
     length: float  # mean tokens per sequence
     rows: int  # sequences per process in one micro-batch
 
@@ -78,7 +78,7 @@ class Plan:
     @property
     def excess(self) -> float:
         """Tokens per parameter divided by the suitable number; above 1 the model is too small.
-        Repeated tokens count in full: on small texts this was better (docs/recipe.md)."""
+        Repeated tokens count in full, for the reason in docs/recipe.md."""
         suitable = TOKENS_PER_PARAMETER * (self.tokens / TOKENS) ** RISE
         return self.tokens / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
 
@@ -99,8 +99,8 @@ def choose(
     task: Task, models: list[Candidate], seconds: Callable[[Candidate], float], first: int = 0
 ) -> Plan:
     """Return the plan whose tokens per parameter suit the run best, among models of rising size.
-    `seconds` returns the time of a step with one micro-batch. It is called for models[first],
-    then for the next larger or smaller model, until two neighbours enclose the best size."""
+    `seconds` returns the time of a step with one micro-batch. The search goes from models[first] to
+    larger or smaller models until two neighbours enclose the best size, or to the end."""
     plans: dict[int, Plan] = {}
     index = first
     while 0 <= index < len(models) and index not in plans:
@@ -122,7 +122,7 @@ def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
     tokens = max(MIN_STEPS * together, min(affordable, task.most_passes * task.tokens))
     batch = min(BATCH * max(1, tokens / TOKENS) ** BATCH_RISE, tokens / LEAST_STEPS)
     if task.sequences:
-        batch = task.sequences * model.length
+        batch = min(task.sequences * model.length, tokens / LEAST_STEPS)
     accumulation = typed.get("accumulation_steps", max(1, round(batch / together)))
     steps = max(1, int(tokens / together / accumulation))
     if "epochs" in typed:
@@ -166,7 +166,7 @@ def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:
 
 
 def fine_tuning_rate(dim: int) -> float:
-    """Return the learning rate of fine-tuning; a narrower model gets a higher rate."""
+    """Return the learning rate of fine-tuning; above dim 192 it falls with the width."""
     return rounded(min(2e-3, 2e-3 * (192 / dim) ** 1.5))
 
 

@@ -95,7 +95,7 @@ class Request:
         return count
 
     def launcher_words(self, processes: int) -> list[str]:
-        """Return the arguments of `accelerate launch`."""
+        """Return the flags of `accelerate launch`."""
         words = ["--config_file", self.config, "--num_processes", str(processes)]
         words += ["--main_process_port", str(self.port)]
         if self.machines > 1:

@@ -29,7 +29,7 @@ from training.interruption import how_to_resume, python
 from training.log import TrainingLog
 from training.prepare import Prepared
 
-PROMPT_TOKENS = 12  # length of a prompt from validation data, if --sample_prompt is not given
+PROMPT_TOKENS = 12  # tokens of a prompt from text data, if --sample_prompt is not given
 SHOWN = 80  # characters of a sample that the log shows
 
 
@@ -58,7 +58,7 @@ def prompt_and_continuation(
 
 def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: TrainingLog):
     """Append a sample to samples.jsonl, on the main process. A copy of the model generates the text
-    with its own random generator, so training does not change. A full disk does not stop it."""
+    with its own random generator, so training does not change. A full disk does not end the run."""
     if not log.accelerator.is_main_process:  # other ranks wait at the next collective operation
         return
     decoder = Decoder(model, getattr(torch, prepared.args.dtype))

@@ -38,7 +38,7 @@ from training.prepare import Prepared, prepare
 from training.resume import changes_since_stop, set_aside, write_settings
 from training.run import Run
 
-# Parts of error messages: of PyTorch, NCCL and cuBLAS, then of gloo and NCCL.
+# Parts of error messages: OUT_OF_MEMORY of PyTorch, NCCL and cuBLAS, the others of gloo and NCCL.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 ENDED = ("Connection closed", "Connection reset", "Broken pipe", "remote process exited")
 SILENT = ("Connection timed out", "Timed out waiting")
@@ -51,7 +51,7 @@ def run_program(
     make: Callable[[TrainingArguments, dict], Any] | None = None,
 ) -> None:
     """Set up a run and train it, unless it is finished. If `argv` is None, take the flags of the
-    command line, and end a launcher's process. With `argv`, as in a notebook, the process goes on.
+    command line, and end with `exit_rank`. With `argv`, as in a notebook, the process goes on.
     `make` (default: `set_up`) returns the argument of `train`, or None if the run is finished."""
     process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
     try:
@@ -73,7 +73,7 @@ def notebook_process(command: list[str]) -> Iterator[None]:
     def forget_models() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)  # allows another precision
         GradientState._reset_state()
-        if "torch._dynamo" in sys.modules:  # allows more than eight compiled models
+        if "torch._dynamo" in sys.modules:  # delete compiled code of earlier runs
             torch.compiler.reset()
 
     typed, sys.argv = sys.argv, command
@@ -104,7 +104,7 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
         sentences = text.split(". ")
         if isinstance(error, MemoryError) or any(part in text for part in OUT_OF_MEMORY):
             advice = less_memory(args, model_settings.get("use_flash_attn", True))
-            # PyTorch's first three sentences give sizes. The others explain its settings.
+            # Keep PyTorch's first three sentences: the requested size and the GPU's free memory.
             sizes = ". ".join(sentences[:3]) or "MemoryError"
             raise UsageError(
                 f"out of memory with --batch_size {args.batch_size} --accumulation_steps "
@@ -149,7 +149,7 @@ def set_up_together(
         name = each.args.run_name if len(models) > 1 else ""
         if run := start_run(each, engine, stop, name):
             runs[run] = random_state(engine.accelerator.device)
-    for run in runs:  # write files only after all runs are set up
+    for run in runs:  # rename checkpoints and write settings after all runs are set up
         if run.engine.is_main:
             set_aside(run.prepared.start)
             tokenizer = run.prepared.train_set.tokenizer_path
@@ -207,7 +207,7 @@ def start_block(run: Run) -> str:
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
     optimizer = "AdamW"
     if (engine.deepspeed or {}).get("zero_force_ds_cpu_optimizer") is False:
-        optimizer = "PyTorch's AdamW: DeepSpeed's needs ninja and a C++ compiler"
+        optimizer = "PyTorch's AdamW, not DeepSpeed's, which needs ninja and a C++ compiler"
     if args.optimizer == "muon":
         n_matrices = sum(p.shape[:-2].numel() for p in muon_matrices(prepared.shapes))
         matrices = f"Muon on {n_matrices} matrices at learning rate"
@@ -240,7 +240,7 @@ def start_block(run: Run) -> str:
         "adapters": lora
         and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
         f"{run.work.trained:,} parameters are trained"
-        + (", no experts" if prepared.config.use_moe else ""),
+        + (", experts are frozen" if prepared.config.use_moe else ""),
         "optimizer": optimizer,
         "data": f"{args.data}: {read}",
         "global batch": f"{batch:,} sequences = {batch * data.tokens_per_sample:,.0f} tokens per "
@@ -296,7 +296,7 @@ def warnings(run: Run) -> list[str]:
         text = f"WARNING: {source.path} was trained on {most} positions, this run has {n}"
         texts.append(f"{text}: pass --max_seq_len {most}, or train long enough to learn the others")
     if not fits(engine.kind, run.work, free):
-        needs = memory(estimate(engine.kind, run.work).peak)
+        needs = f"{memory(estimate(engine.kind, run.work).peak)} plus a margin"
         advice = less_memory(args, prepared.config.use_flash_attn)
         texts.append(f"WARNING: a process may need {needs}, but has only {memory(free)}: {advice}")
     if engine.total(int(not run.folder.path.exists())):

@@ -61,7 +61,7 @@ class TeacherWeights:
 
     @property
     def training_length(self) -> int:
-        """Default of the student's max_seq_len: the teacher's, limited for Hugging Face models."""
+        """The student's default max_seq_len: the teacher's; for Hugging Face models at most 512."""
         length = self.shapes.config.max_seq_len
         return min(length, LMConfig.max_seq_len) if self.source.is_foreign else length
 

@@ -15,7 +15,7 @@ from model import IGNORE_INDEX
 def validation_loader(
     dataset: TokenStream, batch_size: int, max_samples: int, accelerator: Accelerator
 ) -> DataLoader:
-    """Return this process's loader. All processes read max_samples sequences (0: all) together."""
+    """Return a loader for this process. All loaders together read at most max_samples (0: all)."""
     chosen = spread(len(dataset), max_samples)
     if dataset.lengths is not None:  # similar lengths need little padding
         chosen.sort(key=lambda i: dataset.lengths[i])

@@ -80,7 +80,7 @@ def test_the_page_says_when_the_context_is_full_and_drops_the_oldest_messages(br
         wait_until(lambda: not is_busy(browser))
     assert texts(browser, "assistant") == [says]
     forgotten, full, refused = texts(browser, "note")
-    assert "no longer sees the oldest 2 messages" in forgotten
+    assert "now forgets the oldest 2 messages" in forgotten
     assert full == "The context is full: the answer ends here."
     assert "fills the context" in refused
     browser.run("document.querySelector('#new').click()")

@@ -13,7 +13,7 @@ from training.engine.main_process import on_main_process
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
 # Compiling shortens a run of at least this many model FLOPs per process. On two CPU cores it took
-# 10 s and saved a fifth of a run at 0.4 TFLOP/s. The GPU's value is a guess: 150 s at 200 TFLOP/s.
+# 10 s and saved 20%, so 50 s at 0.4 TFLOP/s. The GPU's value is a guess: 150 s at 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
@@ -53,7 +53,7 @@ def why_not_compile(
 def compile_blocks(model: Transformer) -> None:
     """Compile the blocks, the final norm and the loss in place. All blocks share compiled code."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
-    # PyTorch warns about the rotation table, which the model reads as pairs of real numbers.
+    # PyTorch warns about the complex rotation table. The model reads it as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
     # torch.compile would split graphs where DDP's buckets end. A block is small: keep it whole.
     torch._dynamo.config.optimize_ddp = False

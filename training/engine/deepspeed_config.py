@@ -21,7 +21,7 @@ BY_DEFAULT = (
 BY_WIDTH = "stage3_param_persistence_threshold"
 ADAM_EPS = 1e-8
 # The next two tables: prefix of a section → keys of this section, separated by spaces.
-# KNOWN has all keys that are accepted. DeepSpeed itself checks the sections that are not listed.
+# KNOWN has all accepted keys of the listed sections. DeepSpeed checks the keys of all others.
 KNOWN = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
     "gradient_clipping gradient_allreduce_op gradient_predivide_factor prescale_gradients "
@@ -30,13 +30,15 @@ KNOWN = {
     "memory_breakdown dump_state disable_python_gc log_level timers flops_profiler comms_logger "
     "tensorboard wandb csv_monitor comet",
     "aio.": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
+    "flops_profiler.": "enabled recompute_fwd_factor profile_step module_depth top_modules "
+    "detailed output_file",
     "data_types.": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
     "optimizer.": "type params legacy_fusion",
     "optimizer.params.": "lr betas eps weight_decay torch_adam fused adam_w_mode bias_correction",
     "timers.": "throughput",
 }
-# Keys that are refused unless they are switched off: some have no effect here, some have state
-# that checkpoints would miss, and some are old names that Accelerate does not read.
+# Keys that are refused unless they are switched off: keys without effect here, old names that
+# Accelerate does not read, keys that round numbers more, and keys with state that checkpoints miss.
 REFUSED = {
     "": "activation_checkpointing autotuning checkpoint compile data_efficiency "
     "dataloader_drop_last hybrid_engine pipeline scheduler sequence_parallel_size "
@@ -78,11 +80,9 @@ def file_of(args: TrainingArguments) -> str:
 
 
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
-    """Return a copy of the configuration in which the flags replace "auto".
-
-    The copy keeps the "auto" of BY_WIDTH. `source` names the configuration in messages.
-    Raises UsageError with a list of all contradictions, keys without effect and other problems.
-    """
+    """Return a copy of the configuration in which the flags replace "auto". BY_WIDTH keeps "auto".
+    `source` names the configuration in messages.
+    Raises UsageError with a list of all contradictions, keys without effect and other problems."""
     config = json.loads(json.dumps(config))  # a copy
     zero = config["zero_optimization"]
     problems = refuse_keys(config)

@@ -1,4 +1,4 @@
-"""Describe this machine: precisions, peak FLOP/s, attention kernel, memory and cores."""
+"""Describe the machine, such as its peak FLOP/s. Set the process's memory allocator and threads."""
 
 import ctypes
 import os

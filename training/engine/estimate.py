@@ -26,7 +26,7 @@ OVERHEAD = GIB  # bytes of Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # factor for activations and buffers on a GPU
 CPU_KEEPS = 1.5  # factor for activations on a CPU: some freed blocks fit no later tensor
 CPU_COPIES, CPU_COPIES_3 = 7, 9  # copies of weights on a CPU: at stages 1 and 2; at stage 3
-NVME_BUFFERS = 5 * 50_000_000  # elements in RAM, as in configs/zero_infinity.json
+NVME_BUFFERS = 5 * 50_000_000  # DeepSpeed's buffer_count × buffer_size of zero_infinity.json
 LARGEST_BATCH = 4096  # sequences in the largest micro-batch that is tried
 # Engines in the order in which to try them: NAME of configs/NAME.yaml → DeepSpeed file.
 NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero_infinity")
@@ -43,7 +43,7 @@ class Kind:
     parameters_on: str = GPU  # GPU; at stage 3 also CPU or NVME
     fp32_sums: bool = True  # True if gradients are summed in fp32
     reduce_bucket: int = 500_000_000  # elements of gradients that are exchanged at once
-    reuse_distance: int = 10**9  # in elements: ZeRO-3 keeps weights whose next use is nearer
+    reuse_distance: int = 10**9  # ZeRO-3 keeps weights if fewer elements precede their next use
     coalesces: bool = False  # ZeRO-2 keeps whole gradients and reduces them once per step
 
     @property
@@ -199,8 +199,8 @@ def _gathered(kind: Kind, shapes: Transformer) -> int:
 
 def _activations(kind: Kind, work: Workload) -> float:
     """Return the peak bytes of activations and logits of a micro-batch.
-    They consist of the tensors of model/ that autograd saves (compiled code saves fewer), and of
-    the temporary tensors of one block or of the loss."""
+    They consist of the tensors that autograd saves in model/ (compiled code saves fewer), and of
+    temporary tensors: of one block or the loss on a GPU, of both on a CPU."""
     config, h = work.shapes.config, work.itemsize
     compiled = work.compiled and kind.stage != 3
     # For a GPU the next line assumes that PyTorch has a fused attention kernel.
@@ -213,7 +213,7 @@ def _activations(kind: Kind, work: Workload) -> float:
     if config.use_moe:  # each of a token's experts has its own copy of input and output
         n_used = config.num_experts_per_tok + config.n_shared_experts
         width, routed = n_used * config.moe_hidden_dim, 2 * h * n_used * config.dim
-    feed_forward = (3 if compiled else 4) * h * width + routed  # w1, w3 and their product
+    feed_forward = (3 if compiled else 4) * h * width + routed  # w1 x, w3 x, product; 4th: silu
     scores = 0.0
     if keeps_scores:  # softmax in fp32, a copy in 16 bits, masks of dropout
         scores = config.n_heads * config.max_seq_len * (12 if config.dropout else 6)

@@ -41,9 +41,9 @@ def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContext
 
 
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
-    """Yield the partitions of a DeepSpeed optimizer that this process updates. A partition on NVMe
-    is in memory until the next partition is requested. Set `writes` to change partitions. Then the
-    model changes too under ZeRO-3, but not under ZeRO-1 and 2."""
+    """Yield the partitions that this process updates. `zero` is DeepSpeed's optimizer. A partition
+    on NVMe is in memory until the next partition is requested. Set `writes` to change partitions:
+    under ZeRO-3 this changes the model too, under ZeRO-1 and 2 it does not."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _of_zero_3(zero, rank, writes)
     else:
@@ -79,7 +79,7 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """Yield one partition for each sub-group: about "sub_group_size" elements of a group.
+    """Yield one partition for each sub-group: a group, or about "sub_group_size" elements of it.
     Every process has an equal share of each parameter; the last shares may contain padding."""
     if writes:
         zero._partition_all_parameters()  # some parameters may be gathered now

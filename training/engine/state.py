@@ -46,7 +46,7 @@ class TrainingState:
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
         self.engine, self.accelerator = engine, engine.accelerator
         self.model = getattr(model, "module", model)  # without the wrapper of DDP or DeepSpeed
-        # `zero` is DeepSpeed's wrapper, which divides the weights; `optimizer` is inside it.
+        # `zero` is DeepSpeed's wrapper of `optimizer`. It divides the fp32 weights.
         self.zero = model.optimizer if engine.deepspeed is not None else None
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
 
