@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 400
 # A process that runs longer than this counts as hung, on a slow machine too.
 SAFETY_NET_SECONDS = 900
-# All commands that run_accelerate.sh and the libraries call, except Python. No compiler, no ninja.
+# Commands that run_accelerate.sh and the libraries need, except Python. No compiler, no ninja.
 TOOLS = ("bash", "sh", "dirname", "basename", "env", "cat", "uname", "rm", "sed")
 # Pattern in the reason why a test was skipped → what the test needs.
 NEEDS = {
@@ -126,12 +126,12 @@ def tokenizer(packed) -> Tokenizer:
 
 @pytest.fixture
 def accelerator():
-    """A single-process Accelerator on the CPU; Accelerate's shared state is reset before and
-    after the test."""
+    """A single-process Accelerator on the CPU. Accelerate's state is reset before and after."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     yield Accelerator(cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -335,10 +335,10 @@ TINY = (
 
 @dataclass
 class Trained:
-    """A run that has ended without an error."""
+    """A run, read from its folder."""
 
     path: Path
-    out: str  # what it printed
+    out: str  # what the run printed, or empty
 
     def rows(self, key: str = "loss") -> list[dict]:
         """Return the rows of metrics.jsonl that have this key."""

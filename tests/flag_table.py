@@ -17,8 +17,8 @@ from training.arguments import (
 
 
 def flag_table() -> str:
-    """Return all flags as Markdown, one table per group. The last tables are for the other
-    programs: flags that pretraining does not have, or has with another default."""
+    """Return the flags of pretraining as Markdown, one table per group. The last tables list
+    flags of fine-tuning and distillation that pretraining lacks, or has with another default."""
     known = {item.name: item.default for item in fields(TrainingArguments)}
     others = [
         (item, f"{group}, `{kind.program}`")

@@ -1,4 +1,4 @@
-"""A server of a tiny model that runs in a thread of the test process."""
+"""A tiny model and its web server, which runs in a thread of the test process."""
 
 import threading
 from pathlib import Path
@@ -24,7 +24,7 @@ class LiveServer:
 
     def __init__(self, name: str, tokenizer: Path, context: int, sampling: Sampling | None = None):
         self.tokenizer, self.model = Tokenizer(tokenizer), opinionated(VOCAB_SIZE, context)
-        self.model.output.weight.data[EOS_ID] = 0  # never the likeliest: ends no greedy text
+        self.model.output.weight.data[EOS_ID] = 0  # EOS has logit 0: it ends no greedy text
         self.worker = Worker(Decoder(self.model), together=16)
         served = Served(
             worker=self.worker,
@@ -53,7 +53,7 @@ class LiveServer:
         """Return the model's text after these ids, without the server; greedy by default."""
         settings = Sampling(**{"temperature": 0} | sampling)
         (new,) = generate(self.model, [ids], n, settings, next_ids=[next_ids])
-        return self.tokenizer.decode([*self.tokenizer.encode("x"), *new])[1:]
+        return self.tokenizer.decode([*self.tokenizer.encode("x"), *new])[1:]  # as in StreamedText
 
     def prompt_ids(self, question: str) -> list[int]:
         """Return the ids of a conversation that has only this question."""

@@ -63,7 +63,7 @@ class Machine:
             )
 
     def start_warm(self, command: list[str], log: Path, **environ: str) -> WarmProcess:
-        """Start a Python command as a fork, see `warm_ranks`. `pid` is the pid on the machine."""
+        """Fork a Python program, see `warm_ranks`. Its `pid` is valid only on this machine."""
         if self._helper is None:
             self._helper = Helper(self.inside())
         with open(log, "a") as output:
@@ -84,8 +84,8 @@ class Machine:
 def two_machines(folder: Path):
     """Start two machines joined by a cable; skip the test where that is not possible.
 
-    On each machine, the name of the other machine leads to its address, and the machine's own name
-    to 127.0.1.1, as on Debian. The files for /etc/hosts are written to `folder`.
+    On each machine, the other's name resolves to the other's address, and its own name resolves to
+    127.0.1.1, as on Debian. The files for /etc/hosts are written to `folder`.
     """
     try:
         subprocess.run(["ip", "-V"], check=True, capture_output=True)

@@ -10,7 +10,7 @@ from training.arguments import SFTArguments, TrainingArguments, flags_of, parse_
 from training.prepare import prepared_data
 
 FLAGS = [item for item, _ in [*flags_of(TrainingArguments), *flags_of(LMConfig)]]
-NUMBERS = {item.name: item.type for item in FLAGS if item.type in (int, int | None, float)}
+NUMBERS = {x.name: x.type for x in FLAGS if x.type in (int, int | None, float, float | None)}
 CHOICES = [item.name for item in FLAGS if item.metadata.get("choices")]
 ZERO_ALLOWED = {
     *("save_minutes", "keep_last", "sample_interval", "warmup_steps", "weight_decay", "grad_clip"),
@@ -49,7 +49,7 @@ def test_the_flags_of_users_scripts_are_accepted():
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_outside_its_limits_is_refused_by_name(name):
     wrong = ["x", "", "nan", "inf", "-inf", "-1"]
-    wrong += [] if NUMBERS[name] is float else ["1.5", "1e3"]
+    wrong += [] if NUMBERS[name] in (float, float | None) else ["1.5", "1e3"]
     for value in wrong:
         assert name in refused(f"--{name}={value}")
     if name in ZERO_ALLOWED:
@@ -84,12 +84,12 @@ def test_a_wrong_flag_is_refused_in_one_line_that_names_it(typed, says):
 @pytest.mark.parametrize(
     "typed",
     [
-        "--deepspeed_config=ds.json",
+        "--deepspeed_config=ds.json --local_rank=1",  # added by DeepSpeed's launcher
         "--deepspeed --deepspeed_config ds.json",  # as in DeepSpeed's own programs
-        "--deepspeed ds.json --local-rank 1",
+        "--deepspeed ds.json --local-rank=1",  # added by torch.distributed.launch
     ],
 )
-def test_deepspeeds_own_spellings_of_its_flags_are_accepted(typed):
+def test_the_flags_of_deepspeed_and_of_launchers_are_accepted(typed):
     args, _ = parse_arguments(typed.split())
     assert args == TrainingArguments(deepspeed="ds.json")
 
@@ -113,6 +113,6 @@ def test_the_lora_flags_become_the_adapters_of_the_model():
         ({"data": "out/data/chat", "conversations": "my.jsonl"}, "give one"),
     ],
 )
-def test_fine_tuning_flags_that_contradict_each_other_are_refused(flags, says):
+def test_fine_tuning_flags_that_are_wrong_or_contradict_each_other_are_refused(flags, says):
     with pytest.raises(UsageError, match=re.escape(says)):
         prepared_data(SFTArguments(**flags), source=None, teacher=None)

@@ -1,4 +1,4 @@
-"""A write that fails or is killed never leaves an incomplete file or folder under its name."""
+"""A write that fails or is killed leaves no incomplete file or folder under the final name."""
 
 import errno
 import os

@@ -26,8 +26,8 @@ def test_fused_attention_gives_the_output_and_gradients_of_plain_attention(
         out = attend(*qkv, 0.0)
         assert out.dtype == kind
         results.append([out, *torch.autograd.grad(out.float().square().sum(), qkv)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(theirs.float(), ours, atol=10 * tolerance, rtol=tolerance)
+    for plain, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused.float(), plain, atol=10 * tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(

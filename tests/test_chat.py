@@ -57,8 +57,8 @@ def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
 
 @pytest.fixture
 def converse(chat, monkeypatch, capsys):
-    """Types these lines; raises a line that is an exception. Returns the answers and the text of
-    stderr."""
+    """Types the given lines; if a line is an exception, raises it. Returns the answers and the
+    text of stderr."""
 
     def typed(*lines) -> tuple[list[str], str]:
         coming = iter([*lines, EOFError])

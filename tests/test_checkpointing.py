@@ -21,7 +21,7 @@ IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "adamw"}
 
 
 class FakeState:
-    """A TrainingState whose weights are one number."""
+    """A TrainingState whose 64 weights all equal `value`."""
 
     def __init__(self, value: float = 1.0, engine: Engine | None = None):
         self.value, self.engine = value, engine
@@ -178,17 +178,17 @@ def test_the_loss_meter_of_an_older_version_is_read(run):
 @pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (1, [2, 5]), (0, [1, 2, 3, 4, 5])])
 def test_saving_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
     """Leftovers of a killed save are deleted too, unless keep_last is 0."""
-    (run.checkpoints / "step-00000001.partial-7").mkdir(parents=True)
+    (run.checkpoints / "step-00000009.partial").mkdir(parents=True)
     save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
     assert steps_of(run) == kept
-    assert bool(list(run.checkpoints.glob("*.partial-*"))) == (keep_last == 0)
+    assert bool(list(run.checkpoints.glob("*.partial"))) == (keep_last == 0)
 
 
 def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(run):
-    """Checkpoint 3 is damaged, and checkpoint 4 is later than step 3, where the run resumes."""
-    save(run, 1, 2, 3, 4, val_losses={1: 3.0, 2: 2.0, 4: 1.0})
+    """The run resumes from checkpoint 4. Checkpoint 3 is damaged, and 5 is of a later step."""
+    save(run, 1, 2, 3, 4, 5, val_losses={1: 3.0, 2: 2.0, 3: 1.5, 5: 1.0})
     (run.checkpoint(3) / "state.json").write_text("{")
-    checkpointer = checkpointer_of(run, resumed_at=3)
+    checkpointer = checkpointer_of(run, resumed_at=4)
     assert checkpointer.lowest_val_loss == 2.0
     for step, (loss, lowest) in enumerate([(2.5, 2.0), (None, 2.0), (1.9, 1.9)], 5):
         checkpointer.save(step, loss)
@@ -265,7 +265,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("file", FOREIGN)
-def test_a_readable_file_with_wrong_contents_is_refused_in_one_line(run, file):
+def test_a_checkpoint_file_with_wrong_contents_is_refused_in_one_line(run, file):
     save(run, 1)
     (run.checkpoint(1) / file).write_bytes(FOREIGN[file])
     with pytest.raises((UsageError, ConfigError), match="step-00000001") as error:

@@ -40,7 +40,7 @@ def reason(request, monkeypatch) -> None:
         ("auto", False, LONG, False),
     ],
 )
-def test_auto_compiles_long_runs_and_a_resumed_run_keeps_its_choice(
+def test_auto_compiles_long_runs_and_keeps_the_choice_of_a_resumed_run(
     engine, reason, wanted, recorded, run_flops, compiled
 ):
     assert (why_not_compile(wanted, recorded, run_flops, engine) is None) is compiled
@@ -64,7 +64,7 @@ def test_a_failing_compiler_is_reported_in_one_line(tmp_path):
     broken, called = tmp_path / "g++", tmp_path / "called"
     broken.write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
     broken.chmod(0o755)
-    # In a new process: PyTorch reads CXX once, when it is imported.
+    # In a new process, because torch._inductor reads CXX only when it is imported.
     ask = "import torch; from training.engine.compilation import obstacle; "
     ask += "print(obstacle(torch.device('cpu')))"
     environment = {"CXX": str(broken), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
@@ -83,9 +83,9 @@ def test_ddp_does_not_split_the_graphs_of_compiled_blocks(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("use_moe", [False, True])
 def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32(use_moe):
-    shape = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70}  # in blocks of 64 and 6
-    results = []
-    tokens = torch.randint(0, 50, (2, shape["max_seq_len"] + 1))
+    # CPU attention computes the 70 positions in blocks of 64 and 6.
+    shape = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70}
+    results, tokens = [], torch.randint(0, 50, (2, 71))
     for fast in (False, True):
         torch.manual_seed(0)
         model = Transformer(

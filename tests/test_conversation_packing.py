@@ -37,7 +37,7 @@ def write(path: Path, conversations=CONVERSATIONS, key="messages") -> Path:
 
 @pytest.fixture
 def pack(packed, tmp_path):
-    """Prepares conversations with the tokenizer of the small corpus; returns their folder."""
+    """Prepares a file of conversations with the small corpus's tokenizer; returns the output."""
 
     def prepare_them(path: Path, name="out", **changes) -> Path:
         settings = {"vocab_size": None, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}

@@ -203,7 +203,7 @@ def twin():
 """
 
 
-def test_the_builtin_conversations_ask_once_about_each_public_name(tmp_path, monkeypatch):
+def test_the_builtin_conversations_ask_once_about_each_suitable_docstring(tmp_path, monkeypatch):
     monkeypatch.setattr(conversations.sysconfig, "get_path", lambda name: str(tmp_path))
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text(SOURCE)

@@ -28,7 +28,7 @@ def texts(source, column: str = "text") -> list[str]:
 
 
 def one_line(path: Path, column: str = "text") -> str:
-    """Read these documents, which must fail; return the error message of one line."""
+    """Read the documents of `path`, which must raise UsageError; return its message, one line."""
     with pytest.raises(UsageError) as error:
         texts(path, column)
     assert str(error.value).startswith(str(path))
@@ -82,7 +82,7 @@ def test_a_row_of_a_table_is_a_document(tmp_path, column):
 
 
 @pytest.mark.parametrize("kind", [pa.string_view(), pa.large_binary(), "dictionary"], ids=str)
-def test_every_string_type_of_parquet_is_read(tmp_path, kind):
+def test_string_view_binary_and_dictionary_columns_of_parquet_are_read(tmp_path, kind):
     if kind == "dictionary":
         column = pa.array(DOCUMENTS).dictionary_encode()
     else:
@@ -220,14 +220,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
     else:
         rows = [["text"], *([text] for text in documents)]
         write(path, rows if name == "a.csv" else jsonl(*documents))
-    before, most, tracked = pa.total_allocated_bytes(), 0, len(documents)
+    before, most, unread = pa.total_allocated_bytes(), 0, len(documents)
     tracemalloc.start()
     for record in read_records([str(path)]):
-        tracked -= len(record.raw) >= 10_000
+        unread -= len(record.raw) >= 10_000
         most = max(most, pa.total_allocated_bytes() - before)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert tracked == 0
+    assert unread == 0
     assert max(most, peak) < 14_000_000
 
 
@@ -240,7 +240,7 @@ def uneven_lines() -> str:
 LONG_TEXTS = {
     "whole blocks of short lines": ("x" * 63 + "\n") * (8 * SECTION_BYTES // 64),
     "one line of four-byte characters, shifted": "a" + "😀" * 100_000,
-    "one line that ends a byte too late": "a" * SECTION_BYTES + "é",
+    "one line that is a character too long": "a" * SECTION_BYTES + "é",
     "exactly one section": "a" * SECTION_BYTES,
     "uneven lines": uneven_lines(),
     "a short first line and one long": "\n" + BOM + "a" * 200_000,

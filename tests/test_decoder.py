@@ -70,7 +70,7 @@ def logits_of_a_batch(decoder: Decoder, lengths: tuple[int, int]) -> torch.Tenso
             cache.keep([1, 0])
         if step == 60:
             cache.append(decoder.read(ids(40))[0])
-        rows += decoder.step(tokens[: len(cache.lengths), step % 3, None], cache).clone()
+        rows += decoder.step(tokens[: len(cache.lengths), step, None], cache).clone()
     return torch.stack(rows)
 
 
@@ -82,7 +82,7 @@ def test_recorded_steps_give_the_logits_of_separate_launches(monkeypatch, length
     assert graphs == []
     decoder.recorded = True
     torch.testing.assert_close(logits_of_a_batch(decoder, lengths), expected, rtol=0, atol=2e-6)
-    assert 3 <= len(graphs) <= 4  # new ones after `keep`, after `append` and if the cache grows
+    assert len(graphs) == 3 + (lengths == (40, 9))  # first, after `keep`, `append` and growth
     assert sum(graph.replays for graph in graphs) > 90
 
 
@@ -142,7 +142,7 @@ def test_a_step_beyond_the_context_is_an_error():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(7, 5), (600, 500), (33, 17)])  # small, large, odd
+@pytest.mark.parametrize("size", [(7, 5), (600, 500)])  # fp32: below and above 2^18
 def test_packed_weights_give_the_products_of_the_original_weights(dtype, size):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(size[1], rows, bias=False, dtype=dtype) for rows in (size[0], 3)]

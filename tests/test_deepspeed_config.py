@@ -88,7 +88,7 @@ def test_flags_fill_every_auto_and_every_missing_key(config):
         assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (bf16, fp16)
 
 
-def test_auto_sizes_become_deepspeeds_defaults_or_depend_on_the_model_width(config, accelerator):
+def test_auto_sizes_become_deepspeeds_defaults_or_depend_on_the_model(config, accelerator):
     zero = config["zero_optimization"]
     zero |= {"stage": 3} | dict.fromkeys((*SIZES, "overlap_comm", BY_WIDTH), "auto")
     alone = resolved(config, processes=1)
@@ -127,10 +127,10 @@ def test_auto_sizes_become_deepspeeds_defaults_or_depend_on_the_model_width(conf
         ("train_batchsize", {"enabled": False}, '"train_batchsize" does nothing here'),
     ],
 )
-def test_a_key_that_contradicts_a_flag_or_has_no_effect_is_refused_by_name(
-    config, key, in_file, named
-):
-    assert named in refused(put(config, key, in_file))
+def test_a_key_or_value_that_cannot_be_used_is_refused_by_name(config, key, in_file, named):
+    message = refused(put(config, key, in_file))
+    assert named in message
+    assert key.removesuffix(".type").split(".")[-1] in message
 
 
 def test_one_error_lists_all_problems(config):
@@ -177,7 +177,7 @@ def test_offloading_without_a_compiler_uses_pytorchs_adam(config, tmp_path, monk
     assert resolved(config)["optimizer"]["params"]["torch_adam"] is True
     assert resolved(config)["zero_force_ds_cpu_optimizer"] is False
     assert resolved(without)["zero_force_ds_cpu_optimizer"] is False
-    for tool in ("ninja", "c++", "nvcc"):
+    for tool in ("ninja", "c++"):
         (tmp_path / tool).touch(mode=0o755)
     assert "zero_force_ds_cpu_optimizer" not in resolved(config)
     assert "torch_adam" not in resolved(config)["optimizer"]["params"]

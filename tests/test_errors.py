@@ -12,7 +12,7 @@ from common.errors import EXIT_CODE, UsageError, one_line_errors
 
 
 def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
-    """Return what a program prints on stderr when this error ends it, with exit code 2."""
+    """Let this error end a program with exit code 2; return what the program prints on stderr."""
     with pytest.raises(SystemExit) as ended, one_line_errors("prog", *expected):
         raise error
     assert ended.value.code == EXIT_CODE == 2

@@ -34,7 +34,7 @@ TURNS = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"
 
 @pytest.fixture(scope="module")
 def trained_run(packed, tmp_path_factory) -> Path:
-    """A run folder as a finished run leaves it, with a model that was never trained."""
+    """A run folder with only settings.json and the weights of a model that was never trained."""
     run = tmp_path_factory.mktemp("runs") / "mine"
     save_model(run / "weights", opinionated(VOCAB_SIZE, SEQ_LEN), packed)
     settings = {"arguments": {"data": str(packed)}}
@@ -126,16 +126,16 @@ def test_questions_are_scored_with_the_delimiter_or_the_chat_template(
     assert (result["template"], result["delimiter"]) == (False, " ")
     assert "scored: 3 questions, 1 truncated" in out
     assert "chance: 44.44%  with random answers" in out
-    chats = tmp_path / "chats"
-    shutil.copytree(trained_run / "weights", chats)
+    chats = shutil.copytree(trained_run / "weights", tmp_path / "chats")
     (chats / "chat_template.jinja").write_text("{{ messages }}")
-    assert evaluate("--data", path, runs=(chats,))[1]["template"] is True
-    assert evaluate("--data", path, "--no-template", runs=(chats,))[1]["template"] is False
-    said = refused("--data", path, "--delimiter", ":", run=chats)
-    assert "--delimiter is for questions without the template" in said
+    chat = evaluate("--data", path, runs=(chats,))[1]
+    plain = evaluate("--data", path, "--no-template", runs=(chats,))[1]
+    assert (chat["template"], plain["template"]) == (True, False)
+    assert chat["metrics"] != plain["metrics"] == result["metrics"]
+    assert "without the template" in refused("--data", path, "--delimiter", ":", run=chats)
 
 
-def test_prepared_conversations_and_their_source_file_give_the_same_numbers(
+def test_prepared_conversations_and_their_source_file_give_the_same_loss(
     evaluate, packed, tmp_path
 ):
     path, out = write_lines(tmp_path / "chat.jsonl", CHATS), tmp_path / "out"
@@ -174,7 +174,7 @@ def test_several_models_are_scored_on_the_same_first_documents(
     ],
 )
 def test_the_first_line_or_row_decides_the_task(content, text_column, task, tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [content])
+    path = write_lines(tmp_path / "a.jsonl", [content, {"other": "z"}])
     assert detect_task(str(path), text_column) == task
     if task != "choice":
         pq.write_table(pa.Table.from_pylist([{"id": 1} | content]), tmp_path / "a.parquet")

@@ -98,7 +98,7 @@ def test_only_the_chosen_experts_count_as_active():
     assert model.flops_per_token(40) == 6 * model.num_parameters(active=True) + attention
 
 
-def test_settings_of_experts_that_contradict_each_other_are_refused():
+def test_wrong_settings_of_experts_are_refused():
     assert LMConfig(**SHAPE | {"use_moe": True}).moe_hidden_dim == 64
     assert "use_moe" not in LMConfig().to_dict() | LMConfig().shape()
     for values, said in (

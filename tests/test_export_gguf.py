@@ -63,21 +63,18 @@ def types(reader: gguf.GGUFReader) -> dict[str, str]:
 def test_every_weight_is_stored_to_the_bit_under_its_gguf_name(weights, tie_embeddings):
     folder = weights(tie_embeddings=tie_embeddings)
     stored, model = tensors(export(folder)), load_portable(folder)
-    block = model.layers[1]
-    expected = {
-        "token_embd": model.tok_embeddings,
-        "output_norm": model.norm,
-        "blk.1.attn_norm": block.attention_norm,
-        "blk.1.attn_q": block.attention.wq,
-        "blk.1.attn_output": block.attention.wo,
-        "blk.1.ffn_gate": block.feed_forward.w1,
-        "blk.1.ffn_down": block.feed_forward.w2,
-    }
+    names = "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_down ffn_up"
+    ours = "attention_norm attention.wq attention.wk attention.wv attention.wo "
+    ours += "ffn_norm feed_forward.w1 feed_forward.w2 feed_forward.w3"
+    expected = {"token_embd": model.tok_embeddings, "output_norm": model.norm}
+    for i, block in enumerate(model.layers):
+        for name, part in zip(names.split(), ours.split(), strict=True):
+            expected[f"blk.{i}.{name}"] = block.get_submodule(part)
     if not tie_embeddings:
         expected["output"] = model.output
+    assert stored.keys() == {f"{name}.weight" for name in expected}
     for name, module in expected.items():
         assert np.array_equal(stored[f"{name}.weight"], module.weight.detach().numpy())
-    assert len(stored) == 20 + (not tie_embeddings)
 
 
 def test_experts_are_refused(weights, refusal):
@@ -96,6 +93,8 @@ def test_the_shape_is_stored_under_the_gguf_keys_of_llama(weights):
         "feed_forward_length": 160,
         "attention.head_count": 6,
         "attention.head_count_kv": 3,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
         "attention.layer_norm_rms_epsilon": pytest.approx(1e-4),
         "rope.dimension_count": 16,
         "rope.freq_base": 5e3,
@@ -189,6 +188,7 @@ def test_an_existing_file_is_kept_and_a_failed_write_leaves_no_file(weights, sma
     out = folder.parent / "model.gguf"
     out.touch()
     assert "pass --overwrite" in refusal(export_gguf, folder, out)
+    assert out.read_bytes() == b""
     assert "Is a directory" in refusal(export_gguf, folder, folder, "--overwrite")
     assert "no space left" in refusal(export_gguf, folder, disk / "model.gguf")
     assert list(disk.iterdir()) == []

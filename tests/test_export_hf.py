@@ -122,7 +122,7 @@ def test_auto_tokenizer_gives_equal_ids_and_text(weights, exported):
         assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
 
 
-def test_a_chat_model_is_exported_with_its_template(weights, exported, tmp_path):
+def test_a_chat_model_is_exported_with_the_chat_template(weights, exported, tmp_path):
     chat = shutil.copytree(weights, tmp_path / "chat")
     (chat / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
     export_hf.main([str(chat), str(tmp_path / "hf")])

@@ -95,7 +95,7 @@ def test_an_exported_model_is_imported_bit_for_bit(packed, tmp_path, changes):
     assert Path(back.tokenizer.path).read_bytes() == Path(trained.tokenizer.path).read_bytes()
 
 
-def test_minimind_s_experts_are_imported_and_shared_experts_are_not_exported(
+def test_minimind_experts_are_imported_and_shared_experts_are_not_exported(
     packed, tmp_path, refusal
 ):
     source = write_weights(tmp_path / "w", packed, **EXPERTS)
@@ -174,7 +174,7 @@ def test_a_model_unlike_llama_or_unlike_its_config_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_a_tokenizer_is_taken_from_the_flag_or_from_the_weights_folder(
+def test_a_tokenizer_is_taken_from_the_flag_or_from_the_source_folder(
     weights, llama, tmp_path, refusal
 ):
     named = str(weights / "tokenizer.model")

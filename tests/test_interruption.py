@@ -40,10 +40,10 @@ def request_of(clock):
     """Makes a StopRequest; restores the signal handlers at the end."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
-    def make(time_limit: float | None = None, save_minutes: float = 0, rank: int = 0):
+    def make(save_minutes: float = 0, rank: int = 0):
         place = {"num_processes": 1 + rank, "is_main_process": rank == 0}
         engine = Engine(SimpleNamespace(**place), "any engine", None)
-        return StopRequest(engine, time_limit, save_minutes, since=clock.now)
+        return StopRequest(engine, None, save_minutes, since=clock.now)
 
     yield make
     for number, handler in before.items():

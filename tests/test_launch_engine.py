@@ -25,7 +25,7 @@ BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", 
 
 @pytest.fixture(autouse=True)
 def environ(monkeypatch) -> dict:
-    """The environment without a launcher's variables. It is restored after the test."""
+    """A dict without a launcher's variables, which replaces os.environ until the test ends."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     clean = {
         k: v
@@ -37,7 +37,7 @@ def environ(monkeypatch) -> dict:
 
 
 def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.0") -> None:
-    """Pretend that there are GPUs. Nothing is computed on them, and Accelerate has one process."""
+    """Pretend that there are GPUs. An object with num_processes 1 replaces the Accelerator."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -78,14 +78,14 @@ def test_a_process_that_waits_for_the_others_says_so_once(environ, monkeypatch, 
         ({}, TrainingArguments(dtype="float32", tf32=True), "--tf32 needs an NVIDIA GPU"),
     ],
 )
-def test_a_launch_that_contradicts_the_flags_is_refused(environ, variables, args, named):
+def test_a_launch_that_cannot_work_is_refused_with_the_reason(environ, variables, args, named):
     environ |= {f"ACCELERATE_{k}": v for k, v in variables.items()} | {"MASTER_PORT": "29500"}
     with pytest.raises(UsageError) as error:
         build_engines([args])
     assert named in str(error.value)
 
 
-def test_flags_that_the_gpus_do_not_support_are_refused(environ, monkeypatch):
+def test_flags_and_processes_that_do_not_suit_the_gpus_are_refused(environ, monkeypatch):
     tf32 = TrainingArguments(dtype="float32", tf32=True)
     for gpu, args, named in (
         ({"has_bf16": False}, BF16, "Tesla V100 has no bfloat16: pass --dtype float16"),
@@ -127,7 +127,7 @@ def test_largest_and_total_are_reduced_over_the_cpu_group(monkeypatch):
 
 
 @pytest.mark.parametrize(("args", "precision"), [(BF16, "bf16"), (FP32, "no")])
-def test_without_a_launcher_one_process_trains_in_the_precision_of_dtype(
+def test_without_a_launcher_the_engine_is_one_process_in_the_precision_of_dtype(
     accelerator, args, precision
 ):
     type(accelerator.state)._reset_state(reset_partial_state=True)
@@ -142,7 +142,7 @@ def test_without_a_launcher_one_process_trains_in_the_precision_of_dtype(
 @pytest.mark.parametrize(
     ("flag", "value"), [("DEEPSPEED_ZERO_STAGE", "3"), ("GRADIENT_CLIPPING", "0.5")]
 )
-def test_a_launchers_flag_that_contradicts_its_file_is_refused(environ, flag, value):
+def test_a_launchers_flag_that_contradicts_its_file_or_grad_clip_is_refused(environ, flag, value):
     environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS, f"ACCELERATE_{flag}": value}
     with pytest.raises(UsageError, match=f"{value}, but"):
         deepspeed_plugin(TrainingArguments(grad_clip=0.7))

@@ -1,7 +1,7 @@
 """Checkpoints that older versions of this project wrote, and runs that resume from them.
 
-In the first format the model's shape was part of "identity", and AdamW was the only optimizer. The
-checkpoint in the second format was trained with Muon. An old version wrote each checkpoint after
+In the first format, "identity" in state.json has the model's shape; in the second, "model" has it.
+The first checkpoint is of AdamW, the second of Muon. An old version wrote each checkpoint after
 step 2, with FLAGS and OWN_FLAGS on a CPU. The same version computed the LOSSES of steps 3 and 4 and
 the weights of step 4. The test allows small differences, because CPUs round products differently.
 """

@@ -1,4 +1,4 @@
-"""The learning rate, parameter groups, and Muon compared with its formula, also under ZeRO."""
+"""The learning rate, parameter groups, and Muon: its formula, and its updates of partitions."""
 
 import dataclasses
 import math
@@ -93,7 +93,7 @@ def test_flags_set_the_schedule():
     assert [rate(step) for step in (1, 7, 70)] == pytest.approx([3e-3 / 7, 3e-3, 3e-3])
     assert [rate(step) for step in (85, 100)] == pytest.approx([0.75 * 3e-3, 0.5 * 3e-3])
     assert from_flags("", 100).schedule == "cosine"
-    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # 5% of steps
+    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # 5% of steps, limited
         assert from_flags("", total).warmup_steps == warmup
     for warmup in (0, 10):
         assert from_flags(f"--warmup_steps {warmup}", 10).warmup_steps == warmup
@@ -164,7 +164,7 @@ def test_the_flags_set_the_group_of_muon_and_the_groups_of_adamw():
 
 
 @pytest.mark.parametrize(
-    ("has_bf16", "dtype", "by"),
+    ("has_bf16", "dtype", "used"),
     [
         (None, "bfloat16", torch.bfloat16),  # None: no GPU
         (False, "float16", torch.float32),
@@ -172,10 +172,10 @@ def test_the_flags_set_the_group_of_muon_and_the_groups_of_adamw():
         (True, "float32", torch.float32),
     ],
 )
-def test_muon_uses_fp32_for_dtype_float32_or_a_gpu_without_bf16(monkeypatch, has_bf16, dtype, by):
+def test_muon_uses_fp32_for_dtype_float32_or_a_gpu_without_bf16(monkeypatch, has_bf16, dtype, used):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_bf16 is not None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-    assert build(tiny(), dataclasses.replace(MUON, dtype=dtype)).dtype == by
+    assert build(tiny(), dataclasses.replace(MUON, dtype=dtype)).dtype == used
 
 
 def matrices(shapes=SHAPES, seed: int = 0) -> list[nn.Parameter]:
@@ -217,7 +217,7 @@ def test_muon_in_fp32_equals_its_formula(monkeypatch, at_once):
         for p, momentum, gradient in zip(by_hand, momenta, gradients(step), strict=True):
             momentum += (1 - MOMENTUM) * (gradient.double() - momentum)
             update = (1 - MOMENTUM) * gradient.double() + MOMENTUM * momentum
-            norms = update.norm(dim=(-2, -1), keepdim=True)  # one norm per expert
+            norms = update.norm(dim=(-2, -1), keepdim=True)  # (3, 16, 8): 3 experts, one norm each
             u, sigma, v = torch.linalg.svd(update / norms, full_matrices=False)
             for a, b, c in NEWTON_SCHULZ:
                 sigma = a * sigma + b * sigma**3 + c * sigma**5

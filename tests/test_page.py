@@ -1,4 +1,4 @@
-"""report.html and the picture of losses, parsed without a browser."""
+"""report.html, parsed without a browser, and the picture of losses."""
 
 import json
 import re
@@ -121,8 +121,8 @@ def test_a_report_shows_every_number_that_was_logged(tmp_path):
     for said in (
         *("state not finished", "steps 4", "tokens 4,000", "training time 0:00:08"),
         *("training loss 2.5000", "validation loss 2.7500", "perplexity 15.64"),
-        *("best validation loss 2.5000 at step 2", "bits per byte 1.2500"),
-        *("tokens per second 500", "MFU 40.0%", "peak memory in GiB 3.50"),
+        *("best validation loss 2.5000 at step 2", "bits per byte 1.2500", "epochs 0.04"),
+        *("tokens per second 500", "MFU 40.0%", "peak memory in GiB 3.50", "skipped steps 0"),
         "Loss nats per token training 2.5 validation 2.75",
         *("train.py --sample_prompt 'def x'", "batch_size 3", "run_name null", "dim 77"),
         *("engine DeepSpeed ZeRO-2", '"stage": 2', "torch 2.99"),
@@ -178,7 +178,7 @@ def test_samples_are_spread_evenly_and_the_finished_models_sample_comes_last(tmp
     (run / "weights").mkdir()
     page = report(run)
     steps = re.findall(r"<h3>run, step ([\d,]+)</h3>", page.source)
-    assert (len(steps), steps[0], steps[-1]) == (SAMPLES, "10", "1,000")
+    assert steps == [f"{step:,}" for step in range(10, 1010, 990 // (SAMPLES - 1))]
     assert page.words.index("sample 1000") < page.words.index("the_end")
     assert "state finished" in page.words
 
@@ -213,8 +213,8 @@ def test_numbers_are_shown_in_a_short_form():
     assert [show(value) for value in values] == texts.split()
 
 
-def test_the_script_writes_into_the_runs_folder(tmp_path, capsys, monkeypatch):
-    rows = [train_row(1, loss=3.0), train_row(2, loss=None), {"step": 2, "val_loss": 2}]
+def test_the_page_is_in_the_runs_folder_or_for_several_runs_in_out(tmp_path, capsys, monkeypatch):
+    rows = [train_row(1, loss=3.0), train_row(2), {"step": 2, "val_loss": 2}]
     run, other = (write_run(tmp_path / name, rows) for name in ("run", "other"))
     monkeypatch.chdir(tmp_path)  # the template is found from anywhere
     draw_losses(run, Path("loss.png"))

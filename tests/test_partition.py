@@ -19,7 +19,7 @@ def parameters(shapes=SHAPES) -> list[nn.Parameter]:
 
 
 def divided(group: list[nn.Parameter], processes: int, gap: int = 0) -> list[Partition]:
-    """Return every process's partition, like DeepSpeed's, with `gap` zeros after each parameter."""
+    """Divide a group among processes as DeepSpeed does; `gap` zeros follow each parameter."""
     line, offsets = [], []
     for p in group:
         offsets.append(sum(map(len, line)))
@@ -91,7 +91,7 @@ class Zero3:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5, 8, 50])
-def test_zero_3_gives_every_process_a_part_of_every_parameter(processes):
+def test_the_parts_of_all_processes_make_whole_parameters_under_zero_3(processes):
     wholes = [torch.full((p.numel(),), -1.0) for p in parameters()]
     for rank in range(processes):
         group = parameters()

@@ -43,11 +43,11 @@ def profiler_of(accelerator, folder: Path, model=None, **flags) -> StepProfiler:
 
 def run_step(profiler: StepProfiler, clock: Clock, step: int, engine=None):
     """Take an optimizer step as `training.run` does. Each phase takes SECONDS in the first
-    micro-batch, twice SECONDS in the second micro-batch and so on."""
+    micro-batch, twice SECONDS in the second and so on; the optimizer takes SECONDS once."""
     micro_batches = profiler.args.accumulation_steps
     profiler.begin_step(step)
     for i in range(1, micro_batches + 1):
-        for phase in ("forward", "data", "backward"):
+        for phase in ("data", "forward", "backward"):
             profiler.phase(phase)
             clock.now += SECONDS[phase] * i
         if engine is not None and i == micro_batches:
@@ -59,7 +59,7 @@ def run_step(profiler: StepProfiler, clock: Clock, step: int, engine=None):
 
 
 def expected(micro_batches: int = 1) -> dict[str, float]:
-    """Return the seconds of each phase of `run_step`."""
+    """Return the seconds of each phase of `run_step`, and of the whole step."""
     times = sum(range(1, micro_batches + 1))
     seconds = {phase: SECONDS[phase] * times for phase in PHASES}
     seconds["optimizer"] = SECONDS["optimizer"]

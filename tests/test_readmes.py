@@ -1,4 +1,4 @@
-"""All commands, flags, links and tests that README.md, README_zh.md and docs name exist."""
+"""The commands, flags, linked files and tests that README.md, README_zh.md and docs name exist."""
 
 import contextlib
 import importlib
@@ -30,14 +30,14 @@ FOREIGN = ("docs/coming-from.md", "docs/lab-log.md")
 
 
 def code_blocks(text: str) -> list[str]:
-    """Return the fenced and the indented blocks of code, in order."""
+    """Return the fenced blocks of code, then the indented blocks."""
     fenced = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     without = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
     return fenced + re.findall(r"(?:^    .*\n)+", without, re.MULTILINE)
 
 
 def code_spans(text: str) -> list[str]:
-    """Return the text between backticks outside of code blocks, each on one line."""
+    """Return the texts between backticks outside of fenced blocks, without line breaks."""
     prose = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 
@@ -61,8 +61,7 @@ def anchors(text: str) -> list[str]:
 
 
 def typed(text: str) -> list[str]:
-    """Return what readers may type: code spans and lines of code, joined where they end in a
-    backslash."""
+    """Return the lines of code, joined where they end in a backslash, and the code spans."""
     code = re.sub(r"\\\n\s*", " ", "".join(code_blocks(text)))
     return [line.strip() for line in [*code.splitlines(), *code_spans(text)]]
 
@@ -84,7 +83,8 @@ def test_both_readmes_have_the_same_numbers_in_their_tables():
         plain = [
             re.sub(r"`[^`]*`|\]\([^)]*\)| |[\d.]+ ?(million|万|亿)", "", cell) for cell in cells
         ]
-        return sorted(number for cell in plain for number in re.findall(r"\d+\.\d+", cell))
+        # A number below 10 may be a word in one language.
+        return sorted(n for cell in plain for n in re.findall(r"\d+(?:[.,]\d+)+|\d{2,}", cell))
 
     assert numbers(CHINESE) == numbers(ENGLISH)
 
@@ -107,14 +107,14 @@ def test_the_reading_path_gives_correct_line_counts_and_at_most_2000_lines():
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_every_link_and_picture_leads_to_something_that_exists(name):
+def test_every_link_into_the_repository_leads_to_a_file_and_heading_that_exist(name):
     folder = (REPOSITORY / name).parent
     for target in links(TEXTS[name]):
         if target.startswith("https://"):
             continue
         path, _, anchor = target.partition("#")
         page = (folder / path).resolve() if path else REPOSITORY / name
-        assert page.is_file(), f"{name} links to {target}"
+        assert page.is_file(), f"{name} links to {target}, which is no file"
         if anchor:
             assert f"#{anchor}" in anchors(page.read_text(encoding="utf-8")), f"{name}: {target}"
 

@@ -85,7 +85,7 @@ def test_repeated_tokens_count_in_full_when_the_model_is_chosen():
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(2e5, None), (3.7e6, None), (2e5, 512)])
 @pytest.mark.parametrize("processes", [1, 8, 64])
-def test_a_run_has_200_steps_or_each_step_one_sequence_per_process(tokens, sequences, processes):
+def test_steps_are_at_least_200_or_have_one_sequence_per_process(tokens, sequences, processes):
     task = replace(TEXT, tokens=tokens, most_passes=15, processes=processes, sequences=sequences)
     plan = choose(task, [replace(model, rows=8 * model.rows) for model in MODELS], at(4e14))
     together = plan.model.rows * plan.model.length * plan.accumulation * processes

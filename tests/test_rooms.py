@@ -71,7 +71,7 @@ def test_the_docs_name_every_room(room):
     assert f"| `{room}/` |" in (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
 
 
-def test_no_file_is_longer_than_350_lines():
+def test_no_file_outside_tests_is_longer_than_350_lines():
     long = {str(path): n for path in sources() if (n := len(path.read_text().splitlines())) > 350}
     assert long == {}
 

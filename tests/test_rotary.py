@@ -70,7 +70,7 @@ def test_a_table_that_does_not_fit_is_refused(rows, columns):
 
 
 @pytest.mark.parametrize("dim", [7, 0, -2])
-def test_an_odd_or_empty_head_is_refused(dim):
+def test_a_head_dim_that_is_odd_or_not_positive_is_refused(dim):
     with pytest.raises(ValueError, match=f"even and positive, not {dim}"):
         precompute_pos_cis(dim, 4)
 

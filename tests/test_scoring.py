@@ -33,19 +33,19 @@ def scorer(accelerator) -> Scorer:
 
 
 def random_rows(n: int) -> list[Row]:
-    """Return rows of 1 to SEQ_LEN tokens with ignored targets. Row i belongs to unit i // 3."""
+    """Return rows of 1 to SEQ_LEN tokens; the first third of a row's targets is ignored."""
     rng = torch.Generator().manual_seed(3)
     rows = []
     for i in range(n):
         length = int(torch.randint(1, SEQ_LEN + 1, (), generator=rng))
         tokens, targets = torch.randint(0, VOCAB_SIZE, (2, length), generator=rng)
         targets[: length // 3] = IGNORE_INDEX
-        rows.append(Row(i // 3, tokens, targets, 10 * i))
+        rows.append(Row(i // 3, tokens, targets, 10 * i))  # three rows per unit
     return rows
 
 
 def score_alone(model: Transformer, row: Row) -> list[float]:
-    """Compute the score of a row without padding and batches."""
+    """Compute the four sums of a row's score, without padding or batches."""
     with torch.no_grad():
         logits = model(row.tokens[None]).logits[0].double()
     counts = row.targets != IGNORE_INDEX

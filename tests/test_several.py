@@ -1,4 +1,4 @@
-"""Models that may be trained together, and the step from which they resume and save together."""
+"""Models that may be trained together, and the steps at which they resume and save together."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def test_a_model_has_the_flags_of_its_file_and_the_shared_flags(models_of):
         ({"a": {}}, ["--log_with", "wandb"], "several models can only use tensorboard or none"),
     ],
 )
-def test_models_that_cannot_be_trained_together_are_refused(models_of, models, flags, keyword):
+def test_files_and_flags_that_cannot_be_used_are_refused(models_of, models, flags, keyword):
     with pytest.raises((UsageError, ConfigError), match=keyword):
         models_of(*flags, **models)
 
@@ -106,7 +106,7 @@ def test_all_models_resume_from_the_newest_step_that_is_sound_for_all(resume, ca
 
 
 class FakeRun:
-    """Has the attributes of a Run that `Runs` uses at the end of a step."""
+    """Has the attributes of a Run that `Runs.end` and, after a stop, `Runs.finish` use."""
 
     def __init__(self):
         self.engine = SimpleNamespace(is_main=False)

@@ -25,7 +25,7 @@ def test_a_shard_is_little_endian_integers_and_nothing_else(tmp_path, vocab_size
     assert shard == {"file": "train-00000.bin", "tokens": 3, "sha256": sha256}
 
 
-def test_a_new_shard_begins_with_the_document_after_the_limit(tmp_path):
+def test_a_new_shard_begins_after_the_document_that_reaches_the_limit(tmp_path):
     writer = ShardWriter(tmp_path, "val", token_dtype(300), 5)
     for length in (3, 3, 5, 1, 1):
         writer.write(np.arange(length), 10 * length)
@@ -41,7 +41,7 @@ def test_a_new_shard_begins_with_the_document_after_the_limit(tmp_path):
     ("kind", "flag"),
     [("text", "--data"), ("conversations", "--tokenizer out/runs/NAME --conversations")],
 )
-def test_a_folder_without_description_is_refused_with_the_command_that_makes_one(
+def test_a_path_without_description_is_refused_with_the_command_that_prepares_data(
     tmp_path, kind, flag
 ):
     with pytest.raises(UsageError, match=rf"prepare_data {flag} FILE --out {tmp_path}"):

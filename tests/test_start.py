@@ -88,7 +88,7 @@ def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
     assert len(start.warnings(run_of(2 * enough))) == 1
 
 
-def test_one_gpu_is_told_what_it_would_save_without_an_engine(run_of):
+def test_a_run_on_one_gpu_says_how_much_memory_it_would_save_without_an_engine(run_of):
     """Bytes per parameter: ZeRO-2 18, buckets 4, `coalesces` 4 more; plain 16, bf16 copies 2."""
     run = run_of(device="cuda", args=TrainingArguments(dtype="bfloat16"))
     kind, n = run.engine.kind, run.prepared.shapes.num_parameters()
@@ -157,7 +157,7 @@ def flags(packed, tmp_path):
     return of
 
 
-def saved_steps(run: Path) -> int:
+def last_saved_step(run: Path) -> int:
     return read_state(max((run / "checkpoints").glob("step-*[0-9]")))["step"]
 
 
@@ -173,7 +173,7 @@ def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, caps
     assert "dim 33 is not divisible by n_heads 4" in said
     main(flags("b", "--dtype", "float32"))
     main(flags("a", "--resume", str(tmp_path / "a"), "--max_steps", "3"))
-    assert saved_steps(tmp_path / "a") == 3
+    assert last_saved_step(tmp_path / "a") == 3
     assert (tmp_path / "b" / "weights").exists()
     lock(tmp_path / "a" / "lock")  # the run has released its lock
     assert {number: signal.getsignal(number) for number in handlers} == handlers
@@ -213,7 +213,7 @@ def test_main_saves_and_returns_after_an_interrupt_and_prints_the_resume_command
 
     monkeypatch.setattr(Run, "clip_gradients", interrupted)
     main(flags("a", "--max_steps", "100000"))
-    assert len(steps) == saved_steps(run) == 3
+    assert len(steps) == last_saved_step(run) == 3
     stopped = "stopped by SIGINT after step 3, saved; to go on:\n"
     said, found, command = capsys.readouterr().out.partition(stopped)
     assert found
@@ -222,4 +222,4 @@ def test_main_saves_and_returns_after_an_interrupt_and_prints_the_resume_command
     assert ">not finished</td>" in (run / "report.html").read_text(encoding="utf-8")
     assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]
     main(flags("a", "--max_steps", "4", "--resume", str(run)))
-    assert saved_steps(run) == 4
+    assert last_saved_step(run) == 4

@@ -78,7 +78,7 @@ def test_a_hugging_face_llama_teaches_without_an_import(build, tmp_path):
 
 
 def test_logits_beyond_the_tokenizer_are_left_out(build, data, engine, packed, tmp_path):
-    """Many models have a rounded vocabulary that is larger than their tokenizer."""
+    """Many models round their vocabulary size up, so it is larger than the tokenizer's."""
     model = opinionated(448, SEQ_LEN)
     folder = save_model(tmp_path / "roomy", model, packed)
     find(folder).require_fit(data, engine)
@@ -115,7 +115,7 @@ def test_a_teacher_with_a_shorter_context_or_another_tokenizer_is_refused(
     find(weights, **divided).require_fit(data, engine=None)  # as before a launch
 
 
-def test_weights_that_cannot_teach_are_refused(weights, tmp_path):
+def test_weights_that_cannot_teach_and_a_teacher_config_of_stage_2_are_refused(weights, tmp_path):
     with pytest.raises(UsageError, match="no such folder"):
         find(weights / "none")
     foreign = Path(shutil.copytree(weights, tmp_path / "foreign"))

@@ -95,10 +95,10 @@ def test_a_text_ends_at_max_new_tokens_or_at_the_end_token(tokenizer):
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_until_it_cannot_continue(tokenizer):
-    ids, stop = tokenizer.encode("2 = 3; "), ("3; x",)
+    ids, stop, eos = tokenizer.encode("2 = 3; "), ("3; x",), tokenizer.eos_id
     assert "".join(write(tokenizer, ids, 99, stop=stop)[0]) == "2 = "
-    for most, tokens in ((99, [*ids, tokenizer.eos_id]), (len(ids), ids)):
-        assert "".join(write(tokenizer, tokens, most, stop=stop)[0]) == "2 = 3; "
+    for most, tokens, more in ((99, [*ids, eos], ""), (len(ids), ids, ""), (99, ids * 2, "2 = ")):
+        assert "".join(write(tokenizer, tokens, most, stop=stop)[0]) == "2 = 3; " + more
 
 
 def test_the_space_at_the_end_of_a_prompt_is_not_repeated_and_matches_no_stop_string(tokenizer):

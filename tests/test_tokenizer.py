@@ -84,14 +84,14 @@ def test_characters_without_a_piece_are_spelled_in_bytes(tmp_path, behind):
         assert 0 not in tokenizer.encode(text)
 
 
-TOO_MUCH = {
+UNSUITABLE = {
     "a small vocabulary": (["hello world, this is a small text\n"] * 20, 261),
     "one sentence often": (["hello world, this is a small text\n"] * 20, 6400),
     "many characters": (MANY_CHINESE[:20], 6400),
 }
 
 
-@pytest.mark.parametrize(("texts", "vocab_size"), TOO_MUCH.values(), ids=TOO_MUCH)
+@pytest.mark.parametrize(("texts", "vocab_size"), UNSUITABLE.values(), ids=UNSUITABLE)
 def test_a_vocabulary_that_does_not_fit_is_refused_with_a_number_that_works(
     tmp_path, texts, vocab_size
 ):

@@ -33,7 +33,7 @@ def pair(request, tmp_path_factory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
 
 @pytest.fixture(scope="module")
 def model(packed) -> ModelProto:
-    """A trained model to change."""
+    """A trained SentencePiece model, of which `changed` writes changed copies."""
     return ModelProto.FromString((packed / "tokenizer.model").read_bytes())
 
 
@@ -84,7 +84,7 @@ def test_nasty_and_random_text_has_equal_ids_and_equal_decoded_text(pair):
 
 
 def test_pieces_with_any_scores_have_equal_ids(model, tmp_path):
-    """Several pairs may spell one piece, but only one pair occurs in a text, with any scores."""
+    """Several pairs may form the same piece. With any scores, only one of these pairs occurs."""
     chooser = random.Random(4)
     for _ in range(100):
         n_words = chooser.randrange(2, 40)
@@ -123,6 +123,7 @@ REFUSED = {
     "changes characters": set_field(NORMALIZER, "precompiled_charsmap", b"1234"),
     "puts a space after a text": set_field(TRAINER, "treat_whitespace_as_suffix", True),
     "removes spaces": set_field(NORMALIZER, "remove_extra_whitespaces", True),
+    "keeps spaces as they are": set_field(NORMALIZER, "escape_whitespaces", False),
     "user-defined or unused pieces": set_piece(300, "type", KINDS.USER_DEFINED),
     "the same score": set_piece(260, "score", -0.0),
     "a character that is no piece": set_piece(270, "piece", "12龘"),
@@ -133,8 +134,7 @@ REFUSED = {
 def test_a_model_that_cannot_be_converted_exactly_is_refused_with_the_reason(
     model, tmp_path, reason
 ):
-    path = changed(model, tmp_path / "t.model", lambda copy: None)
-    tokenizer = Tokenizer(path)
+    tokenizer = Tokenizer(path := changed(model, tmp_path / "t.model", lambda copy: None))
     changed(model, path, REFUSED[reason])  # SentencePiece would not open some of these
     with pytest.raises(UsageError, match=reason) as error:
         convert(tokenizer)

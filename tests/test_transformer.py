@@ -144,7 +144,7 @@ def test_parameter_names_are_those_of_llamas_release():
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
-def test_initial_weights_are_normal_and_residual_outputs_smaller_with_depth(tie_embeddings):
+def test_initial_weights_have_mean_0_and_residual_outputs_a_smaller_deviation(tie_embeddings):
     torch.manual_seed(0)
     config = tiny(
         dim=256, n_layers=8, vocab_size=600, tie_embeddings=tie_embeddings, hidden_dim=512
@@ -187,7 +187,7 @@ CASTS = {
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
-def test_casts_of_the_model_do_not_change_pos_cis(cast):
+def test_casts_of_the_model_and_to_empty_do_not_change_pos_cis(cast):
     assert_rotations_are_exact(cast(transformer()))
 
 

@@ -122,7 +122,7 @@ def config_with(weights: Path, **values) -> None:
         (lambda w: config_with(w, model_type="llama"), UsageError, "import .*: .*import_weights"),
     ],
 )
-def test_damaged_weights_are_refused_even_if_a_checkpoint_is_sound(run, weights, harm, error, says):
+def test_bad_weights_are_refused_even_if_a_checkpoint_is_sound(run, weights, harm, error, says):
     harm(weights)
     for name in (run, weights):
         with pytest.raises(error, match=says):

@@ -1,4 +1,4 @@
-"""One thread generates all texts. Texts join, wait, are cancelled, and fail."""
+"""The worker's thread generates one text at a time. Texts wait, are cancelled, and fail."""
 
 import threading
 
@@ -95,7 +95,7 @@ def test_a_failure_ends_the_running_text_and_a_later_text_works(
     assert "no memory left" in capsys.readouterr().err
 
 
-def test_closing_ends_the_thread_and_all_texts_with_an_error(worker, ask, decoder):
+def test_closing_ends_the_thread_and_all_texts_with_the_reason_closed(worker, ask, decoder):
     running, waiting, late = ask(), ask(3), ask(3)
     worker.submit(running)
     assert happens(running.begun)

@@ -2,9 +2,9 @@
 
 A helper process imports PyTorch, DeepSpeed and other libraries once and forks for every program. A
 fork is set up like a fresh interpreter. The launchers of Accelerate, PyTorch and DeepSpeed run
-unchanged, but the Python processes that they start are forks too. A fork differs from a fresh
-interpreter in three ways: modules are loaded before the program imports them, sets have the same
-order in all processes, and /proc/PID/environ is the helper's environment.
+unchanged, but the Python processes that they start are forks too. Differences from a fresh
+interpreter: modules are loaded before the program imports them, sets have the same order in all
+processes, NumPy's BLAS has one thread, and /proc/PID has the helper's command line and environment.
 """
 
 import atexit
@@ -77,7 +77,7 @@ class Helper:
     """The process that forks. When it ends, its forks end too.
 
     Args:
-        before: words to put before the command line, which start the helper in other namespaces.
+        before: words to put before the helper's command, so that it runs in other namespaces.
     """
 
     def __init__(self, before: tuple[str, ...] = ()):
@@ -141,7 +141,7 @@ class Forked(subprocess.Popen):
 
 
 def become(words: list[str], environ: dict, search: list[str], cwd: str, output: str | None):
-    """Run a program as if this process had just been started with it, and exit.
+    """Run a program as a fresh interpreter would, and exit.
 
     Args:
         words: the command line after "python".

@@ -17,7 +17,7 @@ SCRIPT = "train_pretrain_accelerate.py"
 
 @pytest.fixture
 def refused(packed, tmp_path):
-    """Starts training without a launcher, with flags that it refuses; returns the error line."""
+    """Starts training without a launcher; training must be refused. Returns the error line."""
 
     def refused(flags: str, data: Path = packed, **environ: str) -> str:
         command = [sys.executable, SCRIPT, *TINY, "--data", str(data), "--out_dir"]

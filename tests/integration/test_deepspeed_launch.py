@@ -1,5 +1,5 @@
-"""Start DeepSpeed by its launcher, by torchrun, or without a launcher, with our files and files of
-other projects. The launchers give the same losses as `accelerate launch`."""
+"""Start DeepSpeed by its launcher, by torchrun, or without a launcher, with our file or another
+project's file. The launchers give the same losses as `accelerate launch`."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A run survives kills, signals, NaN, missing memory, failed saves, and data that disappears."""
+"""Kills, signals, NaN, missing memory, failed saves, and data that disappears during a run."""
 
 import json
 import random
@@ -173,7 +173,7 @@ def test_when_a_rank_dies_the_others_stop_and_the_launcher_names_it(packed, tmp_
 def injected(tmp_path: Path, statements: str) -> str:
     """Write a script that trains, and executes statements after each forward pass of training.
 
-    The statements see `calls`, the number of forward passes so far, and `out`, the model's output.
+    The statements see `calls`, the number of these passes so far, and `out`, the model's output.
     """
     script = tmp_path / "train_injected.py"
     script.write_text(

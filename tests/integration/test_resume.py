@@ -24,7 +24,7 @@ ENGINES = {
     "ZeRO-3 on the CPU": ("configs/zero3_offload.yaml", 2, ""),
     # For ZeRO-1 in bf16 with fp32 gradients, DeepSpeed uses another optimizer class.
     "ZeRO-1, Muon": ("zero1.json", 2, " --optimizer muon"),
-    # "auto" does not compile such a short run, unless it resumes a compiled run.
+    # --compile auto does not compile such a short run, unless it resumes a compiled run.
     "compiled": ("plain", 1, " --dropout 0 --compile on"),
 }
 NO_COMPILER = not (
@@ -43,7 +43,7 @@ def start(name: str, packed: Path, path: Path, more: str = "") -> Trained:
 
 @pytest.fixture(scope="module")
 def whole(packed, tmp_path_factory):
-    """Returns the run of a name in ENGINES without a stop. Only the first call launches it."""
+    """Returns the run of ENGINES[name] without a stop. Only a name's first call launches a run."""
     out_dir, done = tmp_path_factory.mktemp("whole"), {}
 
     def get(name: str) -> Trained:

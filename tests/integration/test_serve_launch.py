@@ -25,7 +25,7 @@ HELLO = [{"role": "user", "content": "1 + 1"}]
 
 @pytest.fixture
 def server(packed, request):
-    """A server with the context length of the test's parameter. By default it samples greedily."""
+    """A server with the context length of the test's parameter. Its default is greedy decoding."""
     greedy = Sampling(temperature=0)
     started = LiveServer("mine", packed / "tokenizer.model", request.param, greedy)
     yield started

@@ -27,8 +27,8 @@ MODELS = {
         "muon": {"deepspeed": "ds_config.json", "optimizer": "muon", "hidden_dim": 96},
     },
     "ddp": {
-        "large": {"hidden_dim": 96, "dropout": 0.1},
-        "small": {"dropout": 0.2, "grad_clip": 0.1},
+        "narrow": {"hidden_dim": 96, "dropout": 0.1},
+        "clipped": {"dropout": 0.2, "grad_clip": 0.1},
     },
 }
 EACH = [(engine, name) for engine, models in MODELS.items() for name in models]
@@ -138,6 +138,6 @@ def test_the_files_of_a_model_do_not_change_if_another_cannot_resume(packed, tmp
     assert list((first / "checkpoints").glob("step-00000003.aside-*"))
     rows = (first / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]
-    # Each of the models can be resumed alone.
+    # A model can be resumed alone.
     resumed = train("plain", 1, packed, first, f"--resume {first} --max_steps 4 --keep_last 0")
     assert resumed.column("step") == [1, 2, 3, 4]

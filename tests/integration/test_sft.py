@@ -74,7 +74,7 @@ def test_answers_get_likelier_and_the_log_has_the_loss_before_training(sft, base
     assert (tuned.path / "weights" / "chat_template.jinja").is_file()
 
 
-SHARED_OUT = {
+SHARED_OUT = {  # name → engine, processes, batch_size, accumulation_steps
     "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
     "DDP 2 x 4": ("ddp", 2, 4, 1),
     "ZeRO-1 2 x 2 x 2 accumulation": ("zero1", 2, 2, 2),
@@ -87,7 +87,7 @@ MUON = f"{ADAPTERS} --optimizer muon"
 
 @pytest.fixture(scope="module")
 def reference(base, data, tmp_path_factory):
-    """Returns the run with the flags `more`, of one micro-batch per step; launches it only once."""
+    """Returns the run with the flags `more` and one micro-batch per step; launches it only once."""
     out_dir, done = tmp_path_factory.mktemp("reference"), {}
 
     def get(more: str) -> Trained:
@@ -154,7 +154,7 @@ def test_a_resumed_run_is_equal_to_the_bit_after_its_base_was_deleted(
 
 
 def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
-    """Check the files of a run with adapters: its base, its adapter, and the merged weights."""
+    """Check the files of a run with adapters: base/, the last checkpoint and weights/."""
     begun, kept, left, under_way = (
         dict(load_trained(str(path)).model.named_parameters())
         for path in (base.path, run.path / "base", run.path, run.checkpoint())
@@ -176,7 +176,7 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
     assert said in run.out
 
 
-def test_data_that_does_not_fit_the_program_is_refused_in_one_line(base, packed, tmp_path):
+def test_text_and_a_missing_file_are_refused_in_one_line(base, packed, tmp_path):
     here = ["--out_dir", str(tmp_path), "--init_from", str(base.path)]
     ended = run_warm([sys.executable, SFT, *TINY, *here, "--data", str(packed)])
     assert "holds text" in ended.error(SFT)

@@ -4,7 +4,7 @@ Bytes per parameter in fp32: 4 for the weight, 4 for the gradient, 8 for AdamW's
 DeepSpeed a weight in 16 bits has 2 bytes, and the optimizer holds a copy in fp32 (4 bytes). ZeRO-1
 divides this copy and the moments among the processes, ZeRO-2 also the sums of gradients, ZeRO-3
 also the weights (Rajbhandari et al., https://arxiv.org/abs/1910.02054). On a CPU the estimate is
-within 11% of the measured memory (docs/engines.md). No GPU was measured: `fits` adds a margin.
+within 15% of measurements (tests/test_estimate.py). No GPU was measured: `fits` adds a margin.
 """
 
 from bisect import bisect_right

@@ -247,7 +247,7 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
         config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
         kind = kind_of(config)
         clip = config["gradient_clipping"]
-        _check_flag("GRADIENT_CLIPPING", clip, source)
+        _check_flag("GRADIENT_CLIPPING", clip, "--grad_clip")
         _check_flag("DEEPSPEED_ZERO_STAGE", kind.stage, source)
         _check_flag("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", kind.optimizer_on, source)
         _check_flag("DEEPSPEED_OFFLOAD_PARAM_DEVICE", kind.parameters_on, source)
