@@ -6,8 +6,8 @@ For each text, a teacher is pretrained first. Then students train with every see
 the teacher. Last, students train alone for as long as the students with the teacher took. All
 students have the same shape, data and batch. Equal seeds mean the same order of data. Each
 learning-rate schedule ends with the last step of its run. Bits per byte are measured on the
-validation split. Seconds are steps times the median step time of a row of the table; other work
-on the cores would distort them. Finished runs with the same data and flags are not repeated.
+validation split. The seconds in a row of the table are its steps times its median step time; other
+work on the cores makes them larger. Finished runs with the same data and flags are not repeated.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=600, help="steps of a student")
     add("--teacher_steps", type=int, default=1200, help="steps of the teacher")
     add("--how", default="--temperature 2 --alpha 0.5", help="flags of distillation")
-    seeds = "seeds of students; the teacher has 0"
+    seeds = "seeds of the students; the seed of the teacher is 0"
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help=seeds)
     return parser.parse_args(argv)
 
@@ -100,7 +100,7 @@ def compare(data: Path, args: argparse.Namespace) -> str:
         row("alone, as long as distilled", longer, alone),
     ]
     return (
-        f"### {data.name}: `{args.how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`. "
+        f"### {data.name}: `{args.how}`\n\nAll models: `{args.batch}`. Student: `{args.student}`. "
         f"Teacher: `{args.teacher}`. Bits per byte of the validation split at each run's end.\n\n"
         f"{table(rows)}\n\n**{data.name}: distilled against alone "
         f"{differences(distilled, alone)} bits per byte after equal steps, "
@@ -126,8 +126,8 @@ def row(name: str, results: list[Result], others: list[Result] | None = None) ->
 
 
 def differences(results: list[Result], others: list[Result]) -> str:
-    """Return "mean (lowest to highest)" of the differences in bits per byte between the runs of one
-    seed. A negative difference means that `results` are better."""
+    """Return "mean (lowest to highest)" of the differences in bits per byte, results minus others,
+    between two runs with the same seed. Negative: `results` are better."""
     pairs = zip(results, others, strict=True)
     values = [one.bits_per_byte - other.bits_per_byte for one, other in pairs]
     return f"{statistics.mean(values):+.4f} ({min(values):+.4f} to {max(values):+.4f})"

@@ -110,8 +110,8 @@ def contenders(
 
 
 def measure(runs: dict[str, Callable], batch_size: int, rounds: int) -> dict[str, str]:
-    """Return the cells of a row: medians over rounds, and medians of the ratios within a round. In
-    each round every contender runs once. An additional first round warms up and is not timed."""
+    """Return the cells of a row: median speeds, medians of the ratios within a round, "same text".
+    In each round every contender runs once. One run of each before these rounds is not timed."""
     texts = {name: run() for name, run in runs.items()}
     speeds = {name: [] for name in runs}
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Measurements of contenders: one `Turn` each, JSON lines on the disk, and a table of medians.
+"""Measurements of contenders: the class `Turn`, files of JSON lines, and a table of medians.
 
 This file does not import torch, so that benchmarks/gpu.py can read measurements at once.
 """
@@ -36,7 +36,7 @@ class Turn:
     peak_flops: float | None  # FLOP/s of the GPUs by their data sheet; None: unknown
     product_flops: float  # measured FLOP/s of matrix products
     peak_bytes: int  # largest peak memory of a process so far
-    expected_bytes: int | None  # the estimate of peak_bytes; None for other projects
+    expected_bytes: int | None  # estimate without libraries; None for other projects
     first_step_seconds: float  # from the start of the process
 
 

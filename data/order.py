@@ -71,7 +71,7 @@ class MicroBatchSampler:
 
 
 def _in_periods(positions: np.ndarray, size: int, of_period: Callable) -> np.ndarray:
-    """For each period of `size` positions, call of_period(number, positions within the period)."""
+    """Return of_period(number, positions within the period) for each period of `size` positions."""
     periods, within = np.divmod(positions, size)
     out = np.empty_like(positions)
     for number in np.unique(periods):
@@ -85,7 +85,7 @@ WINDOW = 32  # the samples of at most this many global batches are sorted by len
 
 @dataclass(kw_only=True)
 class LengthSampler(MicroBatchSampler):
-    """A stream whose global batches hold rows of similar length, to save padding.
+    """A stream whose global batches hold samples of similar length, to save padding.
     The shuffled samples are cut into windows. The samples of a window are sorted by length and cut
     into global batches, which are shuffled. A global batch does not depend on world_size."""
 
@@ -93,13 +93,13 @@ class LengthSampler(MicroBatchSampler):
     global_batch: int  # samples of one step, on all processes together
 
     def __post_init__(self):
-        # A window that spans two epochs may hold a sample twice. Sorting often puts both copies
-        # into one batch. A window is at most a quarter of an epoch, so at most one in four does.
+        # A window that spans two epochs may hold a sample twice, often in one batch after sorting.
+        # At most one window in four spans two epochs if an epoch has at least four batches.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions, window after window."""
+        """Return the samples at these positions, computed window by window."""
         batches, size = self._shape
 
         def of_window(window: int, within: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Convert a model to Hugging Face's Llama and back: weights, settings and tokenizer.
 
-A model with experts becomes a Qwen2-MoE whose shared expert is empty (width 0). Both routers
-compute a softmax over all experts; by default the chosen ones are not rescaled to a sum of 1.
+A model with experts becomes a Qwen2-MoE whose shared expert is empty (width 0). In both models, the
+router's softmax covers all experts, so by default the chosen probabilities do not sum to 1.
 
 Rotary embedding rotates pairs of channels of a head. Here, as in Llama's own release, a pair is
 (0, 1), (2, 3), …; in Hugging Face's Llama it is (j, j + head_dim/2). The rows of wq and wk, which
@@ -87,13 +87,13 @@ def llama_name(name: str) -> str:
 
 
 def our_name(name: str, source: str) -> str:
-    """Return our name for Hugging Face's `name`. Raises WeightsError for a name not in Llama."""
+    """Return our name for Hugging Face's `name`. Raises WeightsError if there is none."""
     layer = re.fullmatch(r"model\.layers\.(\d+)\..+\.weight", name)
     candidates = [*OUTER, *(f"layers.{layer[1]}.{inner}.weight" for inner in IN_LAYER if layer)]
     for ours in candidates:
         if llama_name(ours) == name:
             return ours
-    raise WeightsError(f"{source}: {name} is not a weight of Llama")
+    raise WeightsError(f"{source}: {name} has no counterpart in this model")
 
 
 def is_learned(name: str) -> bool:
@@ -105,7 +105,7 @@ EXPERT = re.compile(r"\.(shared_)?experts\.(\d+)")  # in names of an expert's ma
 
 
 def inert_weights(config: LMConfig) -> dict[str, Tensor]:
-    """Return the weights of a shared expert without channels, which transformers expects."""
+    """Return an empty shared expert's weights for each layer; {} for a model without experts."""
     shapes = {"_gate": (1, config.dim), ".gate_proj": (0, config.dim)}
     shapes |= {".up_proj": (0, config.dim), ".down_proj": (config.dim, 0)}
     layers = range(config.n_layers if config.use_moe else 0)
@@ -178,7 +178,7 @@ def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict
     return values
 
 
-# Settings of Hugging Face's Llama → values that this model can compute. The first is the default.
+# Settings in config.json → values that this model can compute. The first is the default.
 COMPUTED = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
@@ -247,7 +247,7 @@ def read_llama_weights(folder: Path) -> dict[str, Tensor]:
             ours = our_name(EXPERT.sub("", name), str(folder))
             if config.use_moe and "feed_forward" in ours:
                 ours = ours.removesuffix(".weight")
-            if expert := EXPERT.search(name):  # shared experts stand behind the others
+            if expert := EXPERT.search(name):  # shared experts follow the routed ones
                 number = int(expert[2]) + config.n_routed_experts * bool(expert[1])
                 stacks[ours][number] = weight
             else:
@@ -255,7 +255,7 @@ def read_llama_weights(folder: Path) -> dict[str, Tensor]:
     for name, stack in stacks.items():
         weights[name] = torch.stack([stack[number] for number in sorted(stack)])
     output = weights.get("output.weight") if config.tie_embeddings else None
-    if output is not None and not torch.equal(output, weights["tok_embeddings.weight"]):
+    if output is not None and not torch.equal(output, weights.get("tok_embeddings.weight", output)):
         raise WeightsError(f"{folder}: config.json ties the embeddings, but lm_head differs")
     return weights
 
@@ -309,7 +309,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         "model_max_length": max_seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        # Without a chat template, "<s>" is plain text. The chat template escapes it.
+        # Without a chat template, "<s>" is plain text. JINJA escapes a "<s>" inside a message.
         "split_special_tokens": not chat,
     }
     if chat:

@@ -20,10 +20,10 @@ def write_continuations(
     tokenizer: Tokenizer,
     sampling: Sampling,
     prompts: list[str],
-    flags: argparse.Namespace,
+    flags: argparse.Namespace,  # of scripts.generate
 ) -> None:
-    """Print continuations of each prompt, and the speed. Without --jsonl, print a batch of one text
-    token by token. `flags`: see scripts.generate. Raises UsageError if a prompt is too long."""
+    """Print continuations of each prompt, and the speed. If every batch has one text, print it
+    token by token, except with --jsonl. Raises UsageError if a prompt is too long."""
     repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
     context = decoder.config.max_seq_len
     size = min(flags.batch_size, len(repeated))

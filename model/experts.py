@@ -44,7 +44,7 @@ class Experts(nn.Module):
         weights, chosen = self.choose(probabilities)  # (B, T, K + S) each
         order = chosen.flatten().argsort(stable=True)  # sorts the tokens' copies by expert
         n_copies = chosen.shape[-1]
-        # Repeated indices into x would make backward sum gradients, on a GPU in varying order.
+        # With repeated indices into x, backward on a GPU would sum gradients in varying order.
         copies = x.unsqueeze(2).expand(-1, -1, n_copies, -1).flatten(0, 2)
         rows = copies.index_select(0, order)  # (B · T · (K + S), dim)
         experts = torch.arange(len(self.w1), device=x.device)
@@ -65,7 +65,7 @@ class Experts(nn.Module):
             return F.linear(x.float(), self.router.float()).softmax(dim=-1)
 
     def choose(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the numbers of each token's experts, (B, T, K + S) each."""
+        """Return the weights and the indices of each token's experts, (B, T, K + S) each."""
         weights, chosen = probabilities.topk(self.n_chosen)
         if self.normalizes:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -80,7 +80,7 @@ def load_balance(routing: Tensor, counts: Tensor, n_chosen: int) -> dict[str, Te
 
     The balancing loss of a sequence and layer is E · Σ share · probability over the E experts.
     `share` is the expert's share of the sequence's choices, `probability` its mean probability.
-    The loss is 1 if the load is even. It does not depend on how a batch is divided.
+    The loss is 1 if the load is even. It does not depend on how micro-batches divide a batch.
 
     Args:
         routing: the router's probabilities in each layer, (n_layers, B, T, E).

@@ -23,7 +23,7 @@ from data.tokenizer import (
 )
 
 VOCAB = 700
-CHINESE = (REPOSITORY / "README_zh.md").read_text(encoding="utf-8")  # its pieces split characters
+CHINESE = (REPOSITORY / "README_zh.md").read_text(encoding="utf-8")  # to get pieces of a character
 TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
 TEXTS += [f"a{name}b {name}" for kind in MARKERS.values() for name in (kind[0], *kind[2])]
 

@@ -14,7 +14,7 @@ import os, sys
 from pathlib import Path
 from storage.folder import lock
 lock(Path(sys.argv[1]))
-os.fork()  # a child, such as a data loader's, lives for seconds after its parent was killed
+os.fork()  # the child outlives its killed parent, as a data loader process does for seconds
 os.write(1, b"held\\n")
 sys.stdin.read()  # returns when the process of the tests ends
 """

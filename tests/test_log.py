@@ -25,7 +25,7 @@ def meter_of(*parts: str, others: tuple = (), processes: int = 1) -> LossMeter:
     """Make a meter of one process.
 
     Args:
-        others: the weighted sum of losses and the weight of the other processes together.
+        others: the sum of weighted losses and the sum of weights, over all other processes.
     """
     theirs = torch.tensor(others) if others else 0
     accelerator = SimpleNamespace(
@@ -143,7 +143,7 @@ def feed(clock):
 def test_the_first_the_last_and_every_log_interval_th_step_are_reported(
     start, feed, tmp_path, first_step, reported
 ):
-    """The first step of a resume is not reported."""
+    """The first step of a resume is reported only if log_interval divides it or it is the last."""
     log = start(log_interval=4, total_steps=11, first_step=first_step)
     for step in range(first_step, 12):
         feed(log, step, float(step))
@@ -151,7 +151,7 @@ def test_the_first_the_last_and_every_log_interval_th_step_are_reported(
     assert rows(tmp_path)[-1]["loss"] == (9 + 10 + 11) / 3
 
 
-@pytest.mark.parametrize("first_step", [1, 4])
+@pytest.mark.parametrize("first_step", [1, 3, 4])
 def test_speed_excludes_the_first_step_and_pauses_but_time_left_includes_pauses(
     start, feed, clock, tmp_path, capsys, first_step
 ):

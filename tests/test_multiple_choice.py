@@ -68,7 +68,7 @@ class OneIdPerCharacter:
         ("xy", ["the c", "the d"], "", ["the c", "the d"]),
     ],
 )
-def test_all_choices_are_scored_from_the_end_of_the_question(question, choices, delimiter, scored):
+def test_the_context_is_what_question_and_choices_share(question, choices, delimiter, scored):
     encoded = encode_choices(OneIdPerCharacter(), question, choices, delimiter)
     assert ["".join(map(chr, ids[n_context:])) for ids, n_context in encoded] == scored
 
@@ -82,7 +82,7 @@ def test_with_the_template_the_answer_and_its_end_token_are_scored(tokenizer):
 
 
 def naive(model, tokenizer, fields: dict) -> tuple[int, int]:
-    """Score token by token. Return the index of the likeliest choice, in total and per byte."""
+    """Score token by token. Return the indices of the likeliest choice in total and per byte."""
     context = [tokenizer.bos_id, *tokenizer.encode(fields["question"])]
     whole, per_byte = [], []
     for choice in fields["choices"]:
@@ -106,7 +106,7 @@ def answered(scorer, tokenizer, questions: list[dict]) -> dict:
 
 
 def test_the_accuracy_equals_that_of_naive_scoring(scorer, tokenizer):
-    """The naive loop's likeliest choice is marked as the right answer, then as a wrong answer."""
+    """The right answer is first the choice that `naive` finds likeliest, then another choice."""
     likeliest = [naive(scorer.model, tokenizer, question) for question in QUESTIONS]
     assert len({best for best, _ in likeliest}) > 1
     assert any(whole != per_byte for whole, per_byte in likeliest)

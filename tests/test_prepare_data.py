@@ -91,7 +91,7 @@ def test_the_size_of_the_text_decides_the_settings_and_they_are_printed(workplac
         assert words in chosen
 
 
-def test_no_validation_split_gives_a_warning_unless_it_is_wanted(workplace, capsys):
+def test_an_empty_validation_split_gives_a_warning_unless_val_fraction_is_0(workplace, capsys):
     Path("short.txt").write_text("".join(f"{a} + {a} = {2 * a}\n" for a in range(70)))
     main(["--workers", "1", "--data", "short.txt"])
     assert "WARNING: no validation split" in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
 CHANGES = {
     "other text": lambda: write_corpus(Path("sums.jsonl"), 70) and [],
     "another share": lambda: ["--val_fraction", "0.3"],
-    "another tokenizer": lambda: ["--tokenizer", shutil.copy("out/data/sums/tokenizer.model", "t")],
+    "a given tokenizer": lambda: ["--tokenizer", shutil.copy("out/data/sums/tokenizer.model", "t")],
     "no valid tokenizer there": lambda: Path("out/data/sums/tokenizer.model").write_text("") * [0],
 }
 
@@ -131,7 +131,7 @@ def test_other_text_or_settings_replace_prepared_data_only_with_overwrite(workpl
     assert "already prepared" in capfd.readouterr().out
 
 
-def test_reuse_accepts_data_of_the_same_text_and_refuses_data_of_another_text(workplace, capfd):
+def test_reuse_keeps_other_settings_replaces_changed_text_and_refuses_other_paths(workplace, capfd):
     main([*SMALL, "--data", "sums.jsonl"])
     before = contents("out")
     main(["--data", "sums.jsonl", "--reuse"])
@@ -139,7 +139,7 @@ def test_reuse_accepts_data_of_the_same_text_and_refuses_data_of_another_text(wo
     Path("other").mkdir()
     write_corpus(Path("other/sums.jsonl"), 50)
     shutil.copy("sums.jsonl", "sums.txt")
-    for data in ("other/sums.jsonl", "sums.txt"):  # run_accelerate.sh passes --reuse
+    for data in ("other/sums.jsonl", "sums.txt"):
         said = refused(capfd, "--data", data, "--reuse")
         assert f"holds other data, of {workplace}/sums.jsonl: pass another --out" in said
     assert contents("out") == before
@@ -148,7 +148,7 @@ def test_reuse_accepts_data_of_the_same_text_and_refuses_data_of_another_text(wo
     assert contents("out") != before
 
 
-def test_folders_with_other_contents_are_not_replaced(workplace, capfd):
+def test_folders_with_other_contents_are_kept_and_a_file_only_without_overwrite(workplace, capfd):
     Path("text").mkdir()
     shutil.move("sums.jsonl", "text/sums.jsonl")
     Path("mine").mkdir()
@@ -200,7 +200,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_a_wrong_argument_is_refused_in_one_line_and_leaves_nothing(
+def test_a_wrong_argument_is_refused_in_one_line_and_changes_no_data(
     workplace, packed, capfd, flags
 ):
     for name, content in FILES.items():

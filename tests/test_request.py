@@ -40,7 +40,7 @@ def test_variables_that_cannot_work_are_refused(environ, says):
     assert says in str(refused.value)
 
 
-def test_each_stage_selects_its_training_program():
+def test_each_stage_selects_its_arguments_and_minutes_can_be_a_fraction():
     kinds = [Request({"STAGE": stage}, []).kind for stage in ("", "sft", "distill")]
     assert kinds == [TrainingArguments, SFTArguments, DistillationArguments]
     assert Request({"MINUTES": "0.5"}, []).minutes == 0.5

@@ -172,7 +172,7 @@ class Reply:
         return JSONResponse(self._form("chat.completion", said, finish_reason) | usage(text))
 
     async def events(self, text: StreamedText, with_usage: bool) -> AsyncIterator[str]:
-        """Yield server-sent events: the beginning, each piece that is not empty, and the end."""
+        """Yield server-sent events: the role (chat only), each piece that is not empty, the end."""
         if self.chat:
             yield event(self._chunk(role="assistant", content=""))
         finish_reason = None
@@ -220,7 +220,7 @@ class Server(uvicorn.Server):
     """An HTTP server that runs until SIGINT or SIGTERM. Unfinished answers then fail."""
 
     def __init__(self, served: Served):
-        limits = {"limit_concurrency": 128, "timeout_graceful_shutdown": 5}  # requests, seconds
+        limits = {"limit_concurrency": 128, "timeout_graceful_shutdown": 5}  # connections, seconds
         super().__init__(uvicorn.Config(make_app(served), log_level="warning", ws="none", **limits))
         self._worker = served.worker
 

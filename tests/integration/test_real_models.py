@@ -1,5 +1,5 @@
-"""Import a model of another project, train it and export it. The model is an SmolLM2 of smaller
-size with random weights and a tokenizer.json."""
+"""Import a model of another project, train it and export it. The model is a smaller SmolLM2
+with random weights and a tokenizer.json."""
 
 import json
 from pathlib import Path

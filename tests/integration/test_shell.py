@@ -108,7 +108,7 @@ def test_without_a_compiler_the_script_prepares_trains_and_leaves_a_model(clone,
     assert not (clone / ".venv").exists()
 
 
-def test_the_next_stage_starts_from_the_newest_run_and_a_signal_stops_it(
+def test_the_next_stage_starts_from_the_pretrained_run_and_a_signal_stops_it(
     clone, pretrained, tmp_path
 ):
     chat = tmp_path / "chat.jsonl"
