@@ -26,7 +26,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   exec sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
 fi
 folder=$(dirname "${BASH_SOURCE[0]}")
-for name in DATA CHAT TEACHER; do # relative paths start at the folder where the command was typed
+for name in DATA CHAT TEACHER CONFIG; do # relative paths start at the folder where the command was typed
   [ "$folder" -ef . ] || [ ! -e "${!name:-}" ] || printf -v "$name" '%s' "$(realpath "${!name}")"
 done
 cd "$folder"
@@ -34,8 +34,8 @@ source scripts/environment.sh requirements.txt
 
 # Preflight prepares the text, chooses the flags that are not typed, and reports a mistake in one line.
 launch=$("$python" -m training.preflight "$@")
-# The launcher runs in its own session, so that it gets each signal once, from this script. Processes that a signal
-# stops save the run and create the file STOP_NOTE. Then this script exits with code 0.
+# The launcher runs in its own session, so that it gets each signal once, from this script. When a signal or
+# --time_limit stops the processes, they save the run and create the file STOP_NOTE. Then this script exits with code 0.
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
 for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE MINUTES PREPARE_FLAGS MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
   [ -z "${!name+set}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"

@@ -1,11 +1,11 @@
 """Check and measure training on one GPU, within nine minutes: `bash benchmarks/gpu.sh`.
 
-The parts that tell the most come first. A part that hangs is killed at its time limit. The folder
-$OUT (default: out/benchmarks/gpu) has these files:
+After preparation, the parts that tell the most come first. A part that hangs is killed at its time
+limit. The folder $OUT (default: out/benchmarks/gpu) has these files:
 
 - gpu.md: the report, written when a part begins and when it ends;
 - rows.jsonl: measurements and results of parts, one JSON object per line;
-- traces.zip: a trace of one micro-batch of each of our contenders, for https://ui.perfetto.dev;
+- traces.zip: traces of a step's last micro-batch and optimizer, for https://ui.perfetto.dev;
 - log.txt: the output of all parts.
 
 Only parts import torch, so the report is written even if torch hangs.
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     stop_in_order()
     began = time.monotonic()
     parser = new_parser(PROGRAM, __doc__)
-    parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models, anywhere")
+    parser.add_argument("--tiny", action="store_true", help="use tiny models, also without a GPU")
     tiny = parser.parse_args(argv).tiny
     out = Path(os.environ.get("OUT", "out/benchmarks/gpu")).absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def all_parts(out: Path, tiny: bool) -> list[Part]:
-    """Return the parts in the order in which they run: the most useful come first."""
+    """Return the parts in the order in which they run: preparation, then the most useful first."""
     sizes = TINY_SIZES if tiny else SIZES
     small, large = sizes
 
@@ -216,7 +216,7 @@ def end_all() -> None:
 
 
 def summary(output: str, result: str) -> str:
-    """Return one line about the output of a part: counts of tests, or why the part failed."""
+    """Return counts of tests, or the last line of a part that has not passed, or ""."""
     tests = Counter(re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", output, re.MULTILINE))
     if tests:
         return ", ".join(f"{number} {name.lower()}" for name, number in tests.items())

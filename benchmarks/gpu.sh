@@ -4,9 +4,9 @@
 #     bash benchmarks/gpu.sh [--tiny]
 #
 # The report and all files are in the folder $OUT (default: out/benchmarks/gpu), see benchmarks/gpu.py.
-# The Python is $PYTHON, or python3 if it has PyTorch, or .venv/bin/python. Nothing is installed but the
-# wheels in out/wheels, into out/site. Where there is a network, this command fetches DeepSpeed and the
-# packages that it needs beside PyTorch into out/wheels, for Python 3.12 on Linux (6 MB):
+# The Python is $PYTHON, or python3 if it has PyTorch, or .venv/bin/python. The script installs only the
+# wheels in out/wheels, into out/site. Where there is a network, this command fetches DeepSpeed, and those of
+# its dependencies that a Python with Accelerate may lack, into out/wheels, for Python 3.12 on Linux (6 MB):
 #
 #     python3 -m pip wheel --no-deps --wheel-dir out/wheels deepspeed==0.19.8 hjson &&
 #     python3 -m pip download --no-deps --only-binary :all: --dest out/wheels --python-version 3.12 \

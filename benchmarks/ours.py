@@ -17,7 +17,7 @@ from training.run import Run
 from training.start import set_up
 
 LAST_STEP = 1_000_000  # so many steps that --compile auto decides to compile
-# Report and save nothing. The profiled step is the last one, which `OurStep.profile` takes.
+# Report and save nothing. Only step LAST_STEP is profiled; `OurStep.profile` takes it.
 QUIET = (
     f"--log_with none --warmup_steps 0 --max_steps {LAST_STEP} --save_interval 0 --save_minutes 0 "
     f"--profile --profile_interval {LAST_STEP}"
@@ -59,7 +59,7 @@ class OurStep:
         self._take(next(self._steps))
 
     def profile(self, folder: Path) -> dict[str, float]:
-        """Take a step; trace its last micro-batch into `folder`; return seconds per phase."""
+        """Take a step; write its trace into `folder`; return seconds by phase and in all."""
         self.run.profiler.folder = folder
         self._take(LAST_STEP)
         seconds, _ = self.run.profiler.end_step(LAST_STEP)

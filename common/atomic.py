@@ -1,4 +1,4 @@
-"""Whole files and folders: write to a temporary name, force it to the disk, then rename it.
+"""Write whole files and folders: under a temporary name, forced to the disk, then renamed.
 
 Only one process may write a path at a time. If a writer was killed, the next writer
 replaces its unfinished files.
@@ -63,7 +63,7 @@ def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
     """Call `whole_folder` for an output folder that the user has named. Raises UsageError if `out`
-    is a file. If `out` is not empty, both `overwrite` and `is_one(out)` must be True."""
+    is a file. A folder with files must be a `what`, as `is_one` tells, and needs `overwrite`."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):
         if out.is_file() or not is_one(out):
@@ -110,7 +110,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or folder. A folder is renamed to DELETING first, so it is whole or gone."""
+    """Delete a file or folder. A folder gets the suffix DELETING first: `path` is whole or gone."""
     with suppress(OSError):
         if path.is_file():
             path.unlink()

@@ -28,5 +28,5 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def is_text(typed: object) -> bool:
-    """Return True for a str that UTF-8 can encode: one without lone surrogates."""
+    """Return True for a str without lone surrogates, which UTF-8 cannot encode."""
     return isinstance(typed, str) and not re.search("[\ud800-\udfff]", typed)

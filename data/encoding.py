@@ -3,7 +3,7 @@
 Training reads a small text several times, so the model memorises it. If the text is split into
 different pieces each time, the model memorises less and learns how words are spelled. BPE-dropout
 (Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips merges; this module splits the pieces that
-the tokenizer returns. A run ends with the first segmentation, the tokenizer's (training/run.py).
+the tokenizer returns. The last tenth of a run reads these pieces undivided (training/run.py).
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from data.shards import TEXT, token_dtype
 from data.tokenizer import Tokenizer, open_tokenizer
 
 BATCH_BYTES = 256 * 1024  # text per call of a worker, enough to outweigh the cost of a call
-SPLIT_SHARE = 0.1  # share of the pieces that is split in each round
+SPLIT_SHARE = 0.1  # share of the divisible pieces that each round splits
 SPLIT_ROUNDS = 2  # the second round may split the parts of the first again
 
 
 class Document(NamedTuple):
-    """A text, or a conversation up to the end of its last answer."""
+    """A text, or a conversation up to the end of its last answer that counts."""
 
     tokens: list[np.ndarray]  # one array per segmentation, with BOS and EOS
     n_bytes: int  # UTF-8 bytes of a text, or of the answers that count
@@ -52,7 +52,7 @@ class Encoded(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _loaded(path: str) -> Tokenizer:
-    # Each process opens the tokenizer once, because that takes longer than encoding a batch.
+    # Each process opens the tokenizer once, not for every batch.
     return open_tokenizer(path)
 
 
@@ -110,7 +110,7 @@ def ways_to_split(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
 
 
 def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generator) -> list[int]:
-    """Return other ids for the same text. Each round splits about SPLIT_SHARE of the pieces."""
+    """Return other ids for the same text. Each round splits SPLIT_SHARE of the divisible pieces."""
     ways_of = ways_to_split(tokenizer)
     for _ in range(SPLIT_ROUNDS):
         found = []

@@ -1,4 +1,4 @@
-"""Turn text files into token shards: train the tokenizer, encode in several processes, write.
+"""Turn text or conversations into token shards: train a tokenizer, encode, write the shards.
 
 The shards hold BOS, text, EOS of each document in turn. Pretraining cuts this stream into
 sequences, so no position is padding.
@@ -64,7 +64,7 @@ class PackingOptions:
     """Settings for text or conversations."""
 
     vocab_size: int | None  # None: at most the default for the size of the text
-    val_fraction: float | None  # None: chosen by the size of the text
+    val_fraction: float | None  # None: see `val_fraction_of`
     workers: int
     skip_bad_lines: bool
     tokenizer: str | None = None  # path of a tokenizer; None: train one on the text
@@ -95,8 +95,8 @@ def prepare(
     files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]
 ) -> dict:
     """Write tokenizer, shards and description into the folder `out`; return the description.
-    `progress` is called with the number of bytes just encoded. Raises UsageError for problems of
-    the text, OSError for problems of the disk. After an error, no incomplete folder is left."""
+    `progress` gets the number of bytes just encoded. Raises UsageError for problems of the text
+    or tokenizer, OSError for problems of the disk. After an error, no incomplete folder is left."""
     # Describe files before reading them. A file that changes later then counts as changed.
     fingerprint = describe_sources(files, options)
     # The encoding processes start while the tokenizer is trained.

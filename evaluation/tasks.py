@@ -49,8 +49,9 @@ def check_flags(args: Namespace) -> None:
     for name, tasks in TASKS_OF.items():
         if getattr(args, name) is not None and args.task not in tasks:
             raise UsageError(f"--{name} is for --task {' or '.join(tasks)}, not {args.task}")
-    if args.split is not None and not is_prepared(args.data):
-        raise UsageError(f"--split is for a prepared folder, not for {args.data}")
+    if (args.split is not None or args.task == "packed") and not is_prepared(args.data):
+        flag = "--split" if args.split is not None else "--task packed"
+        raise UsageError(f"{flag} is for a prepared folder, not for {args.data}")
 
 
 def is_prepared(data: str) -> bool:
@@ -127,10 +128,9 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
 
 
 def prepared(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int, dict]:
-    """Return rows of samples spaced as in validation, their number, and facts for the result.
+    """Return rows of evenly spaced samples, their number, and facts for the result.
     Raises UsageError if the data has another tokenizer, or no sample for this context length."""
-    data, split = args.data, args.split or "val"
-    tokenizer = trained.tokenizer.path
+    data, split, tokenizer = args.data, args.split or "val", trained.tokenizer.path
     if read_description(data).get("tokenizer_sha256") != tokenizer_hash(tokenizer):
         raise UsageError(f"{data} has another tokenizer: prepare it with --tokenizer {tokenizer}")
     is_packed = args.task == "packed"

@@ -85,7 +85,7 @@ def export_gguf(
 ) -> str:
     """Write a model and its tokenizer into one GGUF file, and return a summary for the user.
     Matrices have the type `file_type`: f32, f16 or q8_0. `chat` adds the chat template. Raises
-    UsageError if GGUF cannot hold the weights or the tokenizer, OSError if writing fails."""
+    UsageError if the weights or the tokenizer cannot be exported, OSError if writing fails."""
     if isinstance(tokenizer, JsonTokenizer):
         remedy = "run scripts.export_hf, then llama.cpp's convert_hf_to_gguf.py"
         raise UsageError(f"{tokenizer.path}: only SentencePiece can be written: {remedy}")

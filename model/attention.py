@@ -61,8 +61,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
     """Return True if the GPU kernels for this dtype accept fewer key/value heads than query heads.
 
-    Only flash attention and cuDNN do. They cannot compute in fp32, nor on old GPUs in fp16. There
-    PyTorch would silently compute all T × T scores, so fp16 counts as False on every GPU."""
+    Only flash attention and cuDNN do. They cannot compute in fp32, nor on old GPUs in fp16. In
+    both cases PyTorch would silently compute all T × T scores. fp16 counts as False on all GPUs."""
     return dtype == torch.bfloat16
 
 

@@ -63,7 +63,7 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
     if pos_cis.shape[-2:] != (xq.shape[1], xq.shape[-1] // 2):
         raise ValueError(f"pos_cis {tuple(pos_cis.shape)} does not fit queries {tuple(xq.shape)}")
     # Real arithmetic, because torch.compile cannot fuse complex products.
-    cos, sin = torch.view_as_real(pos_cis).unsqueeze(-3).unbind(-1)  # (T, 1, head_dim/2) each
+    cos, sin = torch.view_as_real(pos_cis).unsqueeze(-3).unbind(-1)  # (…, T, 1, head_dim/2) each
 
     def rotate(x: Tensor) -> Tensor:
         real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, H, head_dim/2)

@@ -90,9 +90,9 @@ class TransformerBlock(nn.Module):
 
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
-
-    Its parameters have the names of Llama's own release. Only these parts know how the model is
-    trained: the meta device, autocast, `recompute`, `lora`, and zero.Init in `_init_weights`."""
+    Its parameters have the names of Llama's own release. Only these parts depend on how the model
+    is trained: the meta device, autocast, `recompute`, `lora`, `flops_per_token`, and zero.Init in
+    `_init_weights`."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
 
@@ -187,12 +187,12 @@ class Transformer(nn.Module):
         return TransformerOutput(None, loss)
 
     def num_parameters(self, active: bool = False) -> int:
-        """Return the number of parameters. A tied matrix counts once. With `active`, only the
-        experts of one token count."""
+        """Return the number of parameters. A tied matrix counts once. With `active`, the
+        count leaves out the experts that a token does not use."""
         return sum(self._active(p) if active else p.numel() for p in self.parameters())
 
     def _active(self, p: nn.Parameter) -> int:
-        """Return how many elements of a parameter are used to compute one token."""
+        """Return the number of elements of a parameter; of experts, only what one token uses."""
         config = self.config
         if p.dim() < 3:
             return p.numel()

@@ -1,5 +1,5 @@
-# run_accelerate.sh and run_tests.sh source this file. Its argument is a requirements file. "$python" becomes a
-# Python with exactly its versions: the active environment's, or that of .venv, where this file installs them once.
+# run_accelerate.sh and run_tests.sh source this file with a requirements file as argument. "$python" becomes the
+# active Python or that of .venv, if it has exactly the pinned versions. Otherwise this file installs them into .venv.
 
 fail() { echo "error: $1" >&2; exit 2; }
 requirements=$1

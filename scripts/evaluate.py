@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--task", choices=tasks, help="kind of --data (default: detected from it)")
     add("--text_column", help="key or column of the text in .jsonl, .csv, .parquet (default: text)")
     add("--split", choices=("val", "train"), help="split of prepared data (default: val)")
-    add("--stride", type=at_least_1, help="tokens between windows (default: half of max_seq_len)")
+    add("--stride", type=at_least_1, help="window's shift in tokens (default: half of max_seq_len)")
     add("--delimiter", help="text between a question and a choice (default: one space)")
     on_or_off = argparse.BooleanOptionalAction
     add("--template", action=on_or_off, help="use the chat template (default: for chat models)")

@@ -3,7 +3,7 @@
 python -m scripts.import_weights SOURCE out/imported/NAME
 
 SOURCE is a Hugging Face folder, or a state dict (.pth, .pt, .bin, .safetensors) with the parameter
-names of Llama, llama2.c, MiniMind or Hugging Face.
+names of Llama, llama2.c, MiniMind (before minimind-3) or Hugging Face.
 """
 
 from pathlib import Path

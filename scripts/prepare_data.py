@@ -36,11 +36,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", help="tokenizer file, or its folder (default: train a new one)")
     add("--val_fraction", type=float, help=f"share of documents for validation ({BY_SIZE})")
     add("--text_column", help=f"key or column of the text (default: {TEXT_COLUMN})")
-    add("--segmentations", type=int, help=f"number of ways to split each document ({BY_SIZE})")
+    add("--segmentations", type=int, help=f"ways to tokenize a training document ({BY_SIZE})")
     add("--workers", type=int, default=available_cores(), help="number of encoding processes")
     add("--skip_bad_lines", action="store_true", help="skip and count unreadable documents")
     add("--overwrite", action="store_true", help="replace data of another text or other settings")
-    add("--reuse", action="store_true", help="keep other settings; replace data of a changed text")
+    add("--reuse", action="store_true", help="accept other settings; replace data of changed text")
     args = parser.parse_args(argv)
     if not 0 <= (args.val_fraction or 0) < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
@@ -60,13 +60,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def report(description: dict, options: PackingOptions, files: list[str], seconds: float) -> str:
-    """Return size, speed, both splits, and the settings chosen by the size of the text."""
+    """Return size, speed, both splits, vocabulary, warnings, and the settings chosen by default."""
     splits, made_from = description["splits"], description["prepared_from"]
     ways = {"train": made_from["segmentations"], "val": 1}
     of_text = options.kind == TEXT
     kind, documents = ("text", "documents") if of_text else ("answers", CONVERSATIONS)
     n_bytes = sum(split["bytes"] // ways[name] for name, split in splits.items())
-    speed = f"{size(n_bytes / seconds)}/s with {options.workers} processes"
+    speed = f"{size(n_bytes / seconds)}/s with --workers {options.workers}"
     lines = [f"{size(n_bytes)} of {kind} in {seconds:.1f} s ({speed})"]
     for name, split in splits.items():
         n, word = counted(split["documents"] // ways[name], documents).split()
@@ -91,7 +91,7 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
         taken.append(f"{chosen.segmentations} ways to cut a document into pieces (--segmentations)")
     if of_text and any(path.endswith((".txt", ".py")) for path in files):
         taken.append(f"long files cut into documents of {chosen.section_bytes // 1024} KiB")
-    return "\n".join([*lines, f"  by the size of the text: {', '.join(taken) or 'nothing'}"])
+    return "\n".join([*lines, f"  chosen by default: {', '.join(taken) or 'nothing'}"])
 
 
 @one_line_errors("prepare_data", UsageError, OSError)

@@ -18,7 +18,7 @@ class RunFolder:
         self.path = path
         self.settings = path / "settings.json"  # see training.resume.write_settings
         self.template = path / TEMPLATE_FILE  # only in a run that trains on conversations
-        self.metrics = path / "metrics.jsonl"  # one JSON object for each log line
+        self.metrics = path / "metrics.jsonl"  # the logged numbers, one JSON object per line
         self.lock = path / "lock"  # locked while a process trains here
         self.checkpoints = path / "checkpoints"  # see storage/checkpoint.py
         self.latest = self.checkpoints / "latest"  # holds the name of the newest checkpoint

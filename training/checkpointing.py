@@ -75,7 +75,7 @@ class Checkpointer:
     def _write(self, tensors: dict, state: dict, stalled: float) -> None:
         try:
             size = files.write_checkpoint(self.folder, tensors, state) / 1e6
-        except Exception as error:  # nobody would see an error that ends this thread
+        except Exception as error:  # an uncaught error would print a traceback
             self.log.say(f"CHECKPOINT NOT SAVED: {error}; older ones are kept, training continues")
             return
         self._saved = state["step"]

@@ -35,16 +35,16 @@ from training.run import Run
 from training.start import notebook_process, one_line_failures, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# Seconds not for steps: END_SECONDS + LAUNCH_SHARE × (start of preflight - preparing text).
-LAUNCH_SHARE, END_SECONDS = 1.5, 4
+# Launching takes LAUNCH_SHARE × preflight's seconds before `plan`, without preparing the text.
+LAUNCH_SHARE, END_SECONDS = 1.5, 4  # END_SECONDS: to write the results
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
 CORE_FLOPS, GPU_PEAK, GPU_SHARE = 5e10, 1e14, 0.3
 # Maximum passes over a text, over a text that is stored in several segmentations (data/encoding.py)
 # and over conversations. With more passes a model only memorises the data.
 MOST_PASSES, MOST_PASSES_SEGMENTED, MOST_PASSES_CHAT = 10, 15, 3
-STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters
-CHAT_BATCH = 16  # conversations per process in a step
+STUDENT_SHARE = 0.7  # maximum share of the teacher's parameters, unless every shape has more
+CHAT_BATCH = 16  # maximum conversations per process in a step
 MEASURED_SECONDS = 1.5  # minimum time to measure; at least two steps
 # Measured steps save no checkpoint. They end by time, long before max_steps.
 QUIET = {"log_with": "none", "max_steps": 10**9, "save_interval": 0, "save_minutes": 0.0}
@@ -55,7 +55,7 @@ def step_seconds(
     kind: type[TrainingArguments], flags: dict, compiled: bool, threads: int | None
 ) -> float:
     """Run a training program in this process and return its median step time in seconds. The
-    steps are real; the run folder is deleted. `threads`: CPU threads, None for torch's default.
+    steps are real; the run folder is deleted. `threads`: CPU threads; None: `set_up` decides.
 
     Raises UsageError or ConfigError if the flags cannot work."""
     flags = flags | QUIET | {"compile": "on" if compiled else "off"}
@@ -126,7 +126,7 @@ class Dial:
     Args:
         prepared: the run with the smallest shape, or with the shape of existing weights.
         deepspeed: DeepSpeed's configuration, if any.
-        typed: the flags that the user typed, and the flags that name the data.
+        typed: the flags that the user typed, and the flags that preflight has added.
         preparing: seconds that preparing the text took.
     """
 
@@ -203,7 +203,7 @@ class Dial:
         flags |= {"teacher": args.teacher} if args.teacher else {}
         flags |= {"init_from": str(source.path)} if source else {}
         if self.request.stage == "sft":
-            flags["conversations"] = "builtin"  # the default: --data has the conversations
+            flags["conversations"] = "builtin"  # the default, because --data is already prepared
         if (file := file_of(args)) != "none":
             flags["deepspeed"] = file
         threads = None

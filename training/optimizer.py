@@ -24,8 +24,8 @@ from training.engine.partition import Part, Partition, partitions, shape_of
 from training.engine.state import state_of
 
 MAX_DEFAULT_WARMUP = 2000
-# Coefficients (a, b, c) of each iteration. Five iterations map singular values from 0.0015 to 1
-# into the interval from 0.68 to 1.20.
+# Coefficients (a, b, c) of each iteration of `orthogonalize`. Five iterations move every singular
+# value between 0.0015 and 1 into the interval from 0.68 to 1.20.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 # Matrix elements to orthogonalise at once: they fit into a CPU's caches, or keep a GPU busy.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
@@ -38,8 +38,8 @@ class LearningRate:
     (and wsd with a decay_fraction of 0) lowers it to min_ratio * peak at the last step:
     - cosine: along half a cosine wave (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983);
     - linear: along a straight line;
-    - wsd: along a straight line in the last decay_fraction of all steps, after a constant phase
-      (Hu et al., https://arxiv.org/abs/2404.06395).
+    - wsd: along a straight line in the last decay_fraction of all steps; between the warm-up and
+      these steps the rate is constant (Hu et al., https://arxiv.org/abs/2404.06395).
 
     Raises UsageError if the warm-up is longer than the run.
     """
@@ -90,8 +90,8 @@ def parameter_groups(
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the blocks' trained matrices. A and B of a LoRA adapter are separate matrices. The
-    matrices of a block's experts are one parameter, (experts, rows, cols)."""
+    """Return the blocks' trained matrices. A and B of a LoRA adapter are separate matrices. In
+    a block with experts, w1, w2 and w3 are one parameter each, (experts, rows, cols)."""
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() > 1]
 
 
@@ -214,8 +214,8 @@ class Muon(torch.optim.AdamW):
 
 
 def _updates_of(momentum: Tensor, weights: Tensor, start: int) -> Iterator[Update]:
-    """Yield the Update of each matrix of `momentum`, (rows, cols) or (experts, rows, cols).
-    `weights` is flat and begins at element `start` of the flattened parameter."""
+    """Yield an Update of each matrix that has elements in `weights`. `momentum` is (rows, cols) or
+    (experts, rows, cols). `weights` is flat and begins at element `start` of the flat parameter."""
     for index, matrix in enumerate(momentum.view(-1, *momentum.shape[-2:])):
         first = index * matrix.numel()
         here = max(first, start)

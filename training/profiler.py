@@ -80,7 +80,7 @@ class StepProfiler:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _timed_engine_step(self) -> None:  # Accelerate calls it in backward
+    def _timed_engine_step(self) -> None:  # called in backward or by Run.micro_batches
         self.phase("optimizer")
         self._engine_step()
         self.phase("backward")

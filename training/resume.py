@@ -41,7 +41,7 @@ class StartingPoint:
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
     """Find the run folder and, for --resume, its newest undamaged checkpoint. Raises UsageError if
-    the path of --resume has no undamaged checkpoint, or if the folder holds another run."""
+    --resume PATH has no checkpoint, all are damaged, or --run_name or folder is another run's."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []
@@ -54,7 +54,7 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
     elif args.resume is not None:
         named = Path(args.resume).resolve()
         checkpoints = RunFolder(named).all_checkpoints() or [named]
-        if not (checkpoints[-1] / STATE).is_file():
+        if not any((path / STATE).is_file() for path in checkpoints):
             reason = "neither a run with checkpoints nor a checkpoint"
             raise UsageError(f"--resume {args.resume}: {reason}")
         run = run_of(checkpoints[-1])
@@ -110,7 +110,7 @@ def resumed_arguments(
     processes: int,
 ) -> tuple[TrainingArguments, dict]:
     """Return `args` and `identity`, with --accumulation_steps changed to keep the global batch if
-    the number of processes changed. Raises UsageError if any other fact differs."""
+    the number of processes changed. Raises UsageError if a fact still differs."""
     saved = LMConfig.from_dict(start.state["model"]).shape() | start.state["identity"]
     saved["lora"] = start.state.get("lora")
     steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
@@ -132,7 +132,7 @@ def resumed_arguments(
 
 
 def set_aside(start: StartingPoint) -> None:
-    """Rename checkpoints of later steps and final weights: the resumed run writes new ones."""
+    """Rename final weights and checkpoints of later steps: the resumed run writes new ones."""
     run = start.folder
     old = [path for path in run.all_checkpoints() if step_of(path) > start.step]
     for path in [*old, run.weights]:

@@ -149,7 +149,7 @@ class Run:
             for batch in next(self._batches):
                 yield batch
                 self.profiler.phase("data")
-            self.profiler.phase("optimizer")  # begins with the reduction, when the context ends
+            self.profiler.phase("optimizer")  # includes the reduction at the end of this context
         if coalesces:
             self.model.set_gradient_accumulation_boundary(True)
             self.model.step()
@@ -197,7 +197,7 @@ class Run:
         return norm if getattr(norm, "is_cuda", False) else float(norm)
 
     def end(self, step: int, grad_norm: float | Tensor) -> None:
-        """Report the step (see `report`), save if it is time, and stop after a stop request."""
+        """Report the step (see `report`); save if it is time; at a stop request, save and stop."""
         val_loss = self.report(step, grad_norm)
         reason = self.stop.reason()
         if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):

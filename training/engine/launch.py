@@ -1,4 +1,4 @@
-"""Start the engine that the launcher chose; refuse settings that Accelerate would ignore."""
+"""Start the engine that launcher and flags choose; refuse settings that Accelerate would ignore."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ from training.engine.estimate import Kind, kind_of
 # group's thread. If that thread waits for the interpreter's lock, the process hangs.
 KEPT: list = []
 FIRST_WAIT = 60  # seconds after which a line says that other processes are missing
-# A library calls a deprecated function of another library. Users cannot change that.
+# DeepSpeed and Accelerate call deprecated functions of PyTorch. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 # DeepSpeed warns about "untested" optimizers. Our tests run our optimizers under DeepSpeed.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "untested" not in record.getMessage())
@@ -73,7 +73,7 @@ class Engine:
         """Set DeepSpeed sizes that depend on the model. Call this before `accelerator.prepare`."""
         if self.deepspeed is not None:
             zero = self.deepspeed["zero_optimization"]
-            if zero.get(BY_WIDTH) == "auto":  # norms stay whole on every process, matrices do not
+            if zero.get(BY_WIDTH) == "auto":  # norms and small matrices stay whole on every process
                 zero[BY_WIDTH] = 10 * dim
             zero["reduce_bucket_size"] = min(self.kind.reduce_bucket, n_parameters)
 
@@ -90,8 +90,8 @@ class Engine:
 
 
 def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
-    """Return one engine for each model. All models have the same precision and accumulation.
-    Raises UsageError if launcher, DeepSpeed file, flags and machine contradict each other."""
+    """Return one engine for each model. All models have the same precision and accumulation. Raises
+    UsageError if launcher, DeepSpeed file, flags or machine conflict, or processes cannot meet."""
     set_launch_variables(*models)
     set_gloo_interface()
     require_usable_gpu()
@@ -177,7 +177,7 @@ def set_launch_variables(*models: TrainingArguments) -> None:
     """Set the environment variables that `accelerate launch` would set.
 
     If several models train, a model without --deepspeed uses the launcher's DeepSpeed file.
-    Raises UsageError if --deepspeed contradicts the launcher, or if not all models use DeepSpeed.
+    Raises UsageError if --deepspeed contradicts the launcher, or if only some models use DeepSpeed.
     """
     if "LOCAL_SIZE" in os.environ:  # the name that DeepSpeed's launcher uses
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
@@ -239,8 +239,8 @@ def _check_flag(name: str, value, source: str) -> None:
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
-    """Return Accelerate's plugin for the DeepSpeed file in use, in which flags replace "auto".
-    Raises UsageError if file, flags and launcher contradict each other."""
+    """Return Accelerate's plugin for the DeepSpeed file in use, or else for the launcher's flags.
+    Training flags replace "auto". Raises UsageError if settings are invalid or contradictory."""
     file = file_of(args)
     source = "accelerate launch" if file == "none" else file
     try:

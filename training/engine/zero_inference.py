@@ -33,7 +33,7 @@ def config_of_launch(device: str | None, dtype: str | None) -> dict | None:
 
 
 def inference_config(config: dict, source: str, dtype: str) -> dict:
-    """Return the settings of a DeepSpeed configuration that inference uses. Raises
+    """Return the settings that inference takes from a DeepSpeed configuration. Raises
     UsageError if training refuses these settings, or if parameters are on NVMe."""
     if deepspeed_config.offload_device(config, "param") == "nvme":
         raise UsageError(f"{source}: parameters on NVMe are supported only in training")
