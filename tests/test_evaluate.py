@@ -190,6 +190,7 @@ def test_the_first_line_or_row_decides_the_task(content, text_column, task, tmp_
         ("--json /nowhere/x.json", "--json /nowhere/x.json: no file can be written there"),
         ("--data /nowhere", "/nowhere: no such file or folder"),
         ("--data CORPUS --split val --task conversations", "--split is for a prepared folder"),
+        ("--data CORPUS --task packed", "--task packed is for a prepared folder"),
         (f"--data CORPUS --stride {SEQ_LEN + 1}", f"skips tokens: pass at most {SEQ_LEN}"),
     ],
 )

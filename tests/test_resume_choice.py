@@ -147,6 +147,8 @@ def test_a_damaged_checkpoint_is_refused_when_named_but_its_run_can_be_resumed(t
     assert find(tmp_path, resume=str(run)).step == 1
     said = refused(tmp_path, resume=str(RunFolder(run).checkpoint(2)))
     assert f"is damaged: the checksum of {OPTIMIZER} is wrong" in said
+    (RunFolder(run).checkpoint(2) / "state.json").unlink()
+    assert find(tmp_path, resume=str(run)).step == 1
 
 
 def test_resuming_an_earlier_checkpoint_sets_later_ones_and_the_weights_aside(tmp_path):
