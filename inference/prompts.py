@@ -37,8 +37,8 @@ def require_text(prompt: str) -> str:
 
 
 def converse(answer: Callable[[str], None]) -> None:
-    """Call `answer` with each line of stdin until Ctrl-D. Ctrl-C only stops the current answer.
-    Raises UsageError if a line is refused and stdin is not a terminal."""
+    """Call `answer` with each line of stdin that is not blank, until Ctrl-D. Ctrl-C only stops
+    the current answer. Raises UsageError if a line is refused and stdin is not a terminal."""
     if isinstance(sys.stdin, io.TextIOWrapper):  # by default a bad byte raises before any answer
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:

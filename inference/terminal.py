@@ -90,8 +90,8 @@ class Chat:
         converse(self.answer)
 
     def ask(self, question: str) -> list[int]:
-        """Append a question and return the ids of the prompt. Raises UsageError if the question
-        alone is too long; the conversation is then unchanged."""
+        """Append a question and return the ids of the prompt. Raises UsageError if the system
+        message and the question alone are too long; the conversation is then unchanged."""
         # Keep up to a quarter of the context free for the answer.
         reserve = min(self.max_new_tokens or self.context, max(1, self.context // 4))
         before = [Turn("system", self.system)] if self.system else []
@@ -102,8 +102,8 @@ class Chat:
                 break
         else:
             raise UsageError(
-                f"the question makes a prompt of {len(ids)} tokens; the context of this model has "
-                f"{self.context}, and {reserve} are kept for the answer: shorten the question"
+                f"question and system message have {len(ids)} tokens, the model's context has "
+                f"{self.context}, and {reserve} are kept for the answer: shorten them"
             )
         self.turns = turns[dropped:]
         if dropped:

@@ -90,8 +90,8 @@ class TransformerBlock(nn.Module):
 
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
-    Its parameters have the names of Llama's own release. Only these parts depend on how the model
-    is trained: the meta device, autocast, `recompute`, `lora`, `flops_per_token`, and zero.Init in
+    Its parameters have the names of Llama's own release. Only these parts serve training or
+    loading: the meta device, autocast, `recompute`, `lora`, `flops_per_token`, and zero.Init in
     `_init_weights`."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
@@ -226,8 +226,8 @@ class Transformer(nn.Module):
             std = 0.02
             if getattr(parameter, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
-            # Under DeepSpeed's own zero.Init, torch.empty returns a 16-bit tensor on the GPU. The
-            # same seed then gives other weights. Training avoids this, see deepspeed_setup.py.
+            # DeepSpeed's zero.Init would make torch.empty return a 16-bit tensor on the GPU: other
+            # weights for the same seed. Training uses a subclass of it (deepspeed_setup.py).
             drawn = torch.empty(parameter.shape).normal_(mean=0.0, std=std)
             parameter.data.copy_(drawn)
 

@@ -50,7 +50,7 @@ def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
     assert "now forgets the oldest 4 messages" in capsys.readouterr().err
     chat.turns, long = said, "1 + 1 = 2; " * 9
     n = len(encode_chat_prompt(tokenizer, [BRIEF, Turn("user", long)]))
-    with pytest.raises(UsageError, match=f"{n} tokens.*context of this model has .*, and 12 are"):
+    with pytest.raises(UsageError, match=f"{n} tokens.*the model's context has .*, and 12 are"):
         chat.ask(long)
     assert chat.turns == said
 
@@ -143,7 +143,7 @@ def test_the_program_answers_questions_from_a_pipe(
         (tmp_path / TEMPLATE_FILE).touch()
     flags = ["--temperature", "0", "--max_new_tokens", "12", "--device", "cpu", "--system"]
     answer = expected(model, tokenizer, turns("1 + 1")) + "\n"
-    refused = {"": None, "\udcff": "not valid UTF-8", "1" * 999: "shorten the question"}
+    refused = {"": None, "\udcff": "not valid UTF-8", "1" * 999: "shorten them"}
     for last, why in refused.items():
         raw = io.BytesIO(f"1 + 1\n{last}\n".encode(errors="surrogateescape"))
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(raw, "utf-8"))

@@ -27,7 +27,7 @@ from training.engine.device import (
 )
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-CPU, GPU = torch.device("cpu"), torch.device("meta")  # meta: any device that is not a CPU
+CPU, GPU = torch.device("cpu"), torch.device("meta")  # the code only asks if it is a CPU
 CONFIG = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 32}
 
 

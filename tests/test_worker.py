@@ -1,4 +1,4 @@
-"""The worker's thread generates one text at a time. Texts wait, are cancelled, and fail."""
+"""With together=1, the worker generates one text at a time. Texts wait, are cancelled, and fail."""
 
 import threading
 

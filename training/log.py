@@ -25,7 +25,7 @@ from training.prepare import Prepared
 
 class LossMeter:
     """Weighted means of the loss and of `parts` since the last `take`, without steps whose gradient
-    norm is not finite. `add` never waits for a GPU, `end_step` only if the norm is a float."""
+    norm is not finite. `add` never waits for a GPU, `end_step` only to copy a float norm to it."""
 
     def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
         self.accelerator = accelerator
@@ -82,7 +82,7 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and paused seconds since the log's start, the first step's end or the latest report."""
+    """Steps and paused seconds since the last report; at first since the start or the first step."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()
@@ -225,7 +225,7 @@ class TrainingLog:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
             self.accelerator.log(tracked, step=step)
         except OSError as error:
-            self.say(f"NOT WRITTEN: {error}; rows of {self.folder.metrics} are kept in memory")
+            self.say(f"NOT WRITTEN: {error}; rows not in {self.folder.metrics} are in memory")
 
 
 def require_trackers(names: list[str]) -> None:

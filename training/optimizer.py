@@ -97,7 +97,7 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` after that. If
-    DeepSpeed's file has an "optimizer", a placeholder that holds the groups replaces AdamW."""
+    DeepSpeed's file has an "optimizer", return only the groups: DeepSpeed creates the optimizer."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
     groups = parameter_groups(model, args.weight_decay, without=matrices)

@@ -58,8 +58,8 @@ def test_two_processes_give_the_numbers_of_one(
 
 
 def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(weights, packed):
-    """On a CPU `accelerate launch` needs --multi_gpu or DeepSpeed, without --cpu, or it ignores
-    --num_processes. The launcher then sets the variables that this test sets."""
+    """With --cpu, or without --multi_gpu and DeepSpeed, `accelerate launch` ignores
+    --num_processes on a CPU. It then sets the variables that this test sets."""
     environ = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}
     command = [sys.executable, "-m", "scripts.evaluate", str(weights), "--data", str(packed)]
     ended = run_warm(command, **environ)

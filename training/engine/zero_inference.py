@@ -17,9 +17,9 @@ from training.engine.partition import gathered
 
 
 def config_of_launch(device: str | None, dtype: str | None) -> dict | None:
-    """Return a configuration for `load_divided` if the launcher's DeepSpeed file has stage 3, else
-    None. `dtype` None means `default_dtype`.
-    Raises UsageError if the DeepSpeed file or --device cannot be used."""
+    """Return a configuration for `load_divided` if the launcher's DeepSpeed file or flags set stage
+    3, else None. `dtype` None means `default_dtype`.
+    Raises UsageError if the file, the flags or --device cannot be used."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         return None
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
