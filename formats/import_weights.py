@@ -93,7 +93,7 @@ def import_weights(
 
 
 def is_import(folder: Path) -> bool:
-    """Return True for a folder of portable weights, perhaps with a tokenizer, and nothing else."""
+    """Return True for a folder of portable weights, perhaps with tokenizer and chat template."""
     names = {path.name for path in folder.iterdir()}
     others = names - {CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
     return CONFIG_FILE in names and not others and "n_layers" in read_json(folder / CONFIG_FILE)
@@ -102,7 +102,7 @@ def is_import(folder: Path) -> bool:
 def _read_file(
     path: Path, weights: dict[str, Tensor], settings: dict
 ) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Return config and renamed weights. Raises UsageError if n_heads or a weight is missing."""
+    """Return config and renamed weights. Raises UsageError if they do not tell the config."""
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     if theirs := any(name in weights for name in OUTER.values()):

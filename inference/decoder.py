@@ -142,7 +142,7 @@ class Decoder:
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.device = model.tok_embeddings.weight.device
         self.forward = model if divided else prepare_for_generation(model, self.dtype).forward
-        # Launching kernels takes most of a step. Experts may wait for the GPU, which no graph can.
+        # Launching kernels takes most of a step. A graph cannot contain the waits of experts.
         self.recorded = self.device.type == "cuda" and not (divided or model.config.use_moe)
 
     @torch.inference_mode()

@@ -61,8 +61,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
     """Return True if the GPU kernels for this dtype accept fewer key/value heads than query heads.
 
-    Only flash attention and cuDNN do. They cannot compute in fp32, nor on old GPUs in fp16. In
-    both cases PyTorch would silently compute all T × T scores. fp16 counts as False on all GPUs."""
+    Only flash attention and cuDNN do. They do not support fp32, nor fp16 on old GPUs; PyTorch
+    would then silently compute all T × T scores. For fp16 this is False on every GPU."""
     return dtype == torch.bfloat16
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from model.attention import fused_attention
 from model.config import LMConfig
 
-# A full cache may take gigabytes. A GPU copies a mask whose length is not a multiple of 16.
-STRETCH = 64  # allocated positions are a multiple of STRETCH, or the whole context
+# A cache grows by this many positions, because a full one may take gigabytes. It is a multiple of
+STRETCH = 64  # 16, because a GPU copies a mask of any other length
 
 
 class LayerCache:

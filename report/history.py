@@ -12,7 +12,7 @@ from storage.folder import RunFolder, read_settings
 
 @dataclass
 class History:
-    """The rows that a run has logged. Each list has one row per step, sorted by step."""
+    """The rows that a run has logged. Each list has at most one row per step, in order."""
 
     folder: RunFolder
     settings: dict  # empty if there is no readable settings.json

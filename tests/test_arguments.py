@@ -84,9 +84,9 @@ def test_a_wrong_flag_is_refused_in_one_line_that_names_it(typed, says):
 @pytest.mark.parametrize(
     "typed",
     [
-        "--deepspeed_config=ds.json --local_rank=1",  # added by DeepSpeed's launcher
+        "--deepspeed_config=ds.json --local_rank=1",  # DeepSpeed's launcher adds --local_rank
         "--deepspeed --deepspeed_config ds.json",  # as in DeepSpeed's own programs
-        "--deepspeed ds.json --local-rank=1",  # added by torch.distributed.launch
+        "--deepspeed ds.json --local-rank=1",  # torch.distributed.launch adds this flag
     ],
 )
 def test_the_flags_of_deepspeed_and_of_launchers_are_accepted(typed):

@@ -89,7 +89,7 @@ def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
 
 
 def test_a_run_on_one_gpu_says_how_much_memory_it_would_save_without_an_engine(run_of):
-    """Bytes per parameter: ZeRO-2 18, buckets 4, `coalesces` 4 more; plain 16, bf16 copies 2."""
+    """In bytes per parameter: 18 + 4 (buckets) - 16 - 2 (bf16 copies) = 4; `coalesces` adds 4."""
     run = run_of(device="cuda", args=TrainingArguments(dtype="bfloat16"))
     kind, n = run.engine.kind, run.prepared.shapes.num_parameters()
     for processes, device, engine, saved in (

@@ -35,16 +35,17 @@ from training.run import Run
 from training.start import notebook_process, one_line_failures, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# Launching takes LAUNCH_SHARE × preflight's seconds before `plan`, without preparing the text.
-LAUNCH_SHARE, END_SECONDS = 1.5, 4  # END_SECONDS: to write the results
+# The launch takes LAUNCH_SHARE times as long as preflight took until `plan`, without the time for
+# preparing the text. END_SECONDS are for writing the results.
+LAUNCH_SHARE, END_SECONDS = 1.5, 4
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
 CORE_FLOPS, GPU_PEAK, GPU_SHARE = 5e10, 1e14, 0.3
-# Maximum passes over a text, over a text that is stored in several segmentations (data/encoding.py)
-# and over conversations. With more passes a model only memorises the data.
-MOST_PASSES, MOST_PASSES_SEGMENTED, MOST_PASSES_CHAT = 10, 15, 3
+MOST_PASSES = 10  # over a text; with more passes a model only memorises it
+MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/encoding.py)
+MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # maximum share of the teacher's parameters, unless every shape has more
-CHAT_BATCH = 16  # maximum conversations per process in a step
+CHAT_BATCH = 16  # conversations per process in a step, about; fewer in short runs
 MEASURED_SECONDS = 1.5  # minimum time to measure; at least two steps
 # Measured steps save no checkpoint. They end by time, long before max_steps.
 QUIET = {"log_with": "none", "max_steps": 10**9, "save_interval": 0, "save_minutes": 0.0}
@@ -124,7 +125,7 @@ class Dial:
     """Choose the flags of a run that takes a given time.
 
     Args:
-        prepared: the run with the smallest shape, or with the shape of existing weights.
+        prepared: the run with the first shape that is valid, or with that of existing weights.
         deepspeed: DeepSpeed's configuration, if any.
         typed: the flags that the user typed, and the flags that preflight has added.
         preparing: seconds that preparing the text took.
@@ -288,7 +289,7 @@ class Dial:
         return text
 
     def model_flags(self, model: recipe.Candidate) -> dict[str, Any]:
-        """Return the flags that depend on the model alone."""
+        """Return the flags that depend on the model and on the kind of optimizer."""
         if self.fixed:
             return {"learning_rate": recipe.fine_tuning_rate(model.settings["dim"])}
         return model.settings | recipe.optimizer_flags(model, self.muon)

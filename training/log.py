@@ -82,7 +82,7 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and paused seconds since the last report; at first since the start or the first step."""
+    """Steps and paused seconds since the last report; at first since start or first step."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()

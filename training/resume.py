@@ -40,8 +40,8 @@ class StartingPoint:
 
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
-    """Find the run folder and, for --resume, its newest undamaged checkpoint. Raises UsageError if
-    --resume PATH has no checkpoint, all are damaged, or --run_name or folder is another run's."""
+    """Find the run folder and, for --resume, its newest undamaged checkpoint, or the named
+    checkpoint. Raises UsageError without such a checkpoint, and if the folder is another run's."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []
@@ -77,7 +77,7 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
     """Return `args`. At a resume, weights in the run folder replace --init_from, which may be
-    gone. The run's teacher replaces --teacher auto: the newest run may be another one now."""
+    gone. The run's own teacher replaces --teacher auto, as there may be a newer run."""
     if start.checkpoint and args.init_from:
         base = start.folder.base
         args = replace(args, init_from=str(base if base.exists() else start.checkpoint))

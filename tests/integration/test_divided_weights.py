@@ -49,8 +49,8 @@ def said(launcher: list[str], *command: str) -> str:
     return ended.out
 
 
-def test_generate_prints_equal_texts_once_with_divided_and_with_whole_weights(trained):
-    """The texts have different lengths."""
+def test_divided_and_whole_weights_generate_the_same_texts(trained):
+    """The texts have different lengths. Only one process prints them."""
     flags = ["--prompt", "sum 1", "--prompt", "第", "--num_samples", "2", "--batch_size", "3"]
     flags += ["--max_new_tokens", "20", "--stop", ";", "--jsonl"]
     texts = []
