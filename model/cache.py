@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from model.attention import fused_attention
 from model.config import LMConfig
 
-# A cache grows by this many positions, because a full one may take gigabytes. It is a multiple of
-STRETCH = 64  # 16, because a GPU copies a mask of any other length
+# A cache grows by this number of positions, because a full one may take gigabytes.
+STRETCH = 64  # a multiple of 16: a GPU would copy a mask of another length
 
 
 class LayerCache:

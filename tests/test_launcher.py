@@ -1,5 +1,8 @@
 """The launcher of run_accelerate.sh: its exit codes and messages when a launch fails."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -10,7 +13,7 @@ from training import launcher
 def test_the_launcher_does_not_wait_for_other_machines_at_its_end(monkeypatch):
     waits = launcher.SimpleElasticAgent._exit_barrier  # private: fails if PyTorch renames it
     monkeypatch.setattr(launcher.SimpleElasticAgent, "_exit_barrier", waits)
-    monkeypatch.setattr(launcher, "main", lambda: None)
+    monkeypatch.setattr(launcher.accelerate_launch, "main", lambda: None)
     assert launcher.launch() == 0
     assert launcher.SimpleElasticAgent._exit_barrier(None) is None
 
@@ -19,7 +22,7 @@ def test_machines_that_cannot_connect_get_an_error_of_one_line(monkeypatch, caps
     def fail():
         raise torch.distributed.DistNetworkError("port `29500` is used\nand more")
 
-    monkeypatch.setattr(launcher, "main", fail)
+    monkeypatch.setattr(launcher.accelerate_launch, "main", fail)
     assert launcher.launch() == 2
     said = "run_accelerate.sh: error: the machines cannot meet: port `29500` is used\n"
     assert capsys.readouterr().err == said
@@ -39,8 +42,19 @@ def test_a_process_that_failed_decides_the_exit_code(monkeypatch, capsys, exitco
     def fail():
         raise launcher.ChildFailedError("train.py", {1: failure})
 
-    monkeypatch.setattr(launcher, "main", fail)
+    monkeypatch.setattr(launcher.accelerate_launch, "main", fail)
     assert launcher.launch() == ends
     said = capsys.readouterr().err
     assert says in said
     assert bool(says) == bool(said)
+
+
+def test_a_program_of_one_process_replaces_the_launcher(tmp_path):
+    """It gets the signals of run_accelerate.sh, and its exit code is the launcher's."""
+    config, program = tmp_path / "one.yaml", tmp_path / "program.py"
+    config.write_text("{compute_environment: LOCAL_MACHINE, distributed_type: 'NO', use_cpu: true}")
+    program.write_text("import os\nprint(os.getpid(), flush=True)\nos._exit(3)")
+    command = [sys.executable, "-m", "training.launcher", "--config_file", config, program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read() == f"{process.pid}\n"
+    assert process.returncode == 3

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed.run  # creates the loggers that `launch` silences
-from accelerate.commands.launch import main
+from accelerate.commands import launch as accelerate_launch
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -24,8 +24,9 @@ def launch() -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     # Without this, a launcher waits five minutes for a stopped launcher on another machine.
     SimpleElasticAgent._exit_barrier = lambda agent: None
+    accelerate_launch.simple_launcher = become_program
     try:
-        main()
+        accelerate_launch.main()
     except SignalException as stopped:
         if not Path(os.environ[STOP_NOTE]).exists():
             say(f"stopped by {stopped.sigval.name}")
@@ -41,6 +42,12 @@ def launch() -> int:
         say(f"error: the machines cannot meet: {str(failed).splitlines()[0]}")
         return EXIT_CODE
     return 0
+
+
+def become_program(args) -> None:
+    """Replace this process by a program of one process, which thereby gets all signals."""
+    command, environ = accelerate_launch.prepare_simple_launcher_cmd_env(args)
+    os.execvpe(command[0], command, environ)
 
 
 def say(text: str) -> None:
