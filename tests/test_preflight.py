@@ -316,9 +316,9 @@ def test_several_machines_choose_the_same_flags_without_measuring(packed, monkey
 @pytest.mark.parametrize(
     ("environ", "words", "says"),
     [
-        ({}, "--data {packed} --n_kv_heads 4", "3 layers of dim 96"),
+        ({}, "--data {packed} --n_kv_heads 4", "2 layers of dim 128"),
         ({}, "--data {packed} --n_heads 64", "of dim 128"),
-        ({}, "--data {packed} --dim 48 --deepspeed ds_config.json", "3 layers of dim 48"),
+        ({}, "--data {packed} --dim 48 --deepspeed ds_config.json", "2 layers of dim 48"),
         ({}, "--data {packed} --init_from {weights}", "1 layer of dim 32"),
         ({"STAGE": "sft", "CHAT": "{chat}"}, "--init_from {weights}", "1 layer of dim 32"),
         ({"STAGE": "distill", "TEACHER": "{weights}"}, "--data {packed}", "2 layers of dim 64"),

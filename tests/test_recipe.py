@@ -54,6 +54,14 @@ def test_the_choice_does_not_depend_on_the_first_guess(first):
     assert choose(TEXT, MODELS, at(2e11), first) == choose(TEXT, MODELS, at(2e11), 3)
 
 
+def test_two_layers_suit_only_the_shortest_runs():
+    chosen = []
+    for tokens in (1e6, 3e6):
+        plan = choose(replace(TEXT, seconds=1e9, tokens=tokens, most_passes=1), MODELS, at(2e11))
+        chosen.append((plan.model.settings["n_layers"], plan.model.settings["dim"]))
+    assert chosen == [(2, 128), (3, 96)]
+
+
 def test_after_a_good_guess_only_the_guess_and_one_neighbour_are_measured():
     asked = []
 
@@ -126,7 +134,8 @@ def test_a_typed_width_gets_heads_that_divide_it():
 
 def test_a_wide_model_has_lower_rates_and_repeated_text_more_decay():
     for muon in (True, False):
-        rates = [optimizer_flags(each, muon)["learning_rate"] for each in MODELS]
+        by_width = sorted(MODELS, key=lambda each: each.settings["dim"])
+        rates = [optimizer_flags(each, muon)["learning_rate"] for each in by_width]
         assert rates == sorted(rates, reverse=True)
     flags = [repetition_flags(passes, muon=True) for passes in (1, 5, 30)]
     assert [each["weight_decay"] for each in flags] == [0.1, 0.2, 0.5]

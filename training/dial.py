@@ -162,7 +162,7 @@ class Dial:
             typed = typed | {"max_seq_len": self.prepared.config.max_seq_len}
             shapes = recipe.SMALL_SHAPES + shapes
         models = map(self.candidate, fitting_shapes(typed, shapes))
-        models = sorted(models, key=lambda model: model.parameters)
+        models = sorted(models, key=lambda model: model.size)
         if teacher:
             most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)
             models = [model for model in models if model.parameters <= most] or models[:1]
