@@ -119,9 +119,6 @@ class JsonTokenizer(Tokenizer):
         batch = self._model.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in batch]
 
-    def decode(self, ids: list[int]) -> str:
-        return self._model.decode(ids)
-
 
 def tokenizer_in(folder: Path) -> Path:
     """Return the path of the tokenizer in a folder. The file may be missing."""
