@@ -92,21 +92,18 @@ class LengthSampler(MicroBatchSampler):
     lengths: np.ndarray  # length of each sample
     global_batch: int  # samples of one step, on all processes together
 
-    def __post_init__(self):
-        # A window that spans two epochs may hold a sample twice, often in one batch after sorting.
-        # At most one window in four spans two epochs if an epoch has at least four batches.
-        batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
-        self._shape = batches, self.global_batch
-
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions, computed window by window."""
-        batches, size = self._shape
+        # A window that spans two epochs may hold a sample twice, often in one batch after sorting.
+        # At most one window in four spans two epochs if an epoch has at least four batches.
+        size = self.global_batch
+        batches = min(WINDOW, max(1, self.n_samples // (4 * size)))
 
         def of_window(window: int, within: np.ndarray) -> np.ndarray:
             first = window * batches * size
             samples = MicroBatchSampler.indices(self, np.arange(first, first + batches * size))
             by_length = samples[np.argsort(self.lengths[samples], kind="stable")]
             order = shuffled(np.arange(batches), batches, self.seed, window)
-            return by_length.reshape(self._shape)[order].ravel()[within]
+            return by_length.reshape(batches, size)[order].ravel()[within]
 
         return _in_periods(positions, batches * size, of_window)
