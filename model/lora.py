@@ -7,7 +7,7 @@ except lora_alpha: it scales by 1 / dim.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -92,28 +92,15 @@ def weight_of(layer: nn.Linear) -> Tensor:
 
 def merged_weights(weights: Mapping[str, Tensor], lora: LoRA | None) -> Mapping[str, Tensor]:
     """Return the weights by name with all adapters added, or as they are if `lora` is None."""
-    return Merged(weights, lora.scaling) if lora else weights
-
-
-class Merged(Mapping):
-    """Weights by name with their adapters added. A sum is computed each time it is read."""
-
-    def __init__(self, weights: Mapping[str, Tensor], scaling: float):
-        self._weights, self._scaling = weights, scaling
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self._weights[name]
+    if lora is None:
+        return weights
+    merged = {name: weight for name, weight in weights.items() if not is_adapter(name)}
+    for name, weight in merged.items():
         layer = name.removesuffix("weight")
-        if f"{layer}lora_a" not in self._weights:
-            return weight
-        a, b = self._weights[f"{layer}lora_a"], self._weights[f"{layer}lora_b"]
-        return _merged(weight, a, b, self._scaling)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._weights if not is_adapter(name))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        if f"{layer}lora_a" in weights:
+            a, b = weights[f"{layer}lora_a"], weights[f"{layer}lora_b"]
+            merged[name] = _merged(weight, a, b, lora.scaling)
+    return merged
 
 
 def _merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:

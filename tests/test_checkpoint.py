@@ -12,7 +12,7 @@ from small_model import adapted
 
 from common.errors import UsageError
 from model import LMConfig
-from model.lora import Merged, is_adapter
+from model.lora import is_adapter, merged_weights
 from storage.checkpoint import (
     MANIFEST,
     OPTIMIZER,
@@ -102,7 +102,7 @@ def tuned(run, tmp_path) -> SimpleNamespace:
 
 def test_a_checkpoint_with_adapters_is_read_with_the_base_of_its_run(run, tuned):
     assert WeightsFolder.find(str(run.base)).tokenizer.read_bytes() == b"of no matter"
-    merged = dict(Merged(ChainMap(tuned.trained, tuned.base), tuned.model.lora.scaling))
+    merged = merged_weights(ChainMap(tuned.trained, tuned.base), tuned.model.lora)
     for name in (run.path, run.checkpoint(3)):
         folder = WeightsFolder.find(str(name))
         loaded = dict(folder.load().named_parameters())
