@@ -60,9 +60,8 @@ def test_text_is_generated_in_fp32_on_a_cpu_and_in_the_16_bit_type_of_a_gpu(monk
 def test_a_cpu_emulates_bf16_if_its_shortest_bf16_product_takes_longer_than_fp32(
     monkeypatch, bf16, fp32, emulates
 ):
-    durations = [bf16, 9, 9, 9, 9, 99, fp32, 9, 9, 9]  # five products in bf16, five in fp32
-    times = iter([end for seconds in durations for end in (0, seconds)])
-    monkeypatch.setattr(device.time, "perf_counter", lambda: next(times))
+    times = {torch.bfloat16: [bf16, 9, 9, 9, 9], torch.float32: [99, fp32, 9, 9, 9]}
+    monkeypatch.setattr(device.timeit, "repeat", lambda _, globals, **n: times[globals["x"].dtype])
     assert device.cpu_emulates_bf16() is emulates
 
 

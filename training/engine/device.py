@@ -6,7 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
+import timeit
 from contextlib import suppress
 from pathlib import Path
 
@@ -93,12 +93,9 @@ def cpu_emulates_bf16() -> bool:
     without bf16 instructions do: they emulate bf16."""
 
     def seconds(dtype: torch.dtype) -> float:
-        x, times = torch.ones(256, 256, dtype=dtype), []
-        for _ in range(5):  # the shortest time counts: other programs may use the CPU
-            start = time.perf_counter()
-            x @ x
-            times.append(time.perf_counter() - start)
-        return min(times)
+        x = torch.ones(256, 256, dtype=dtype)
+        # The shortest of five times counts: other programs may use the CPU.
+        return min(timeit.repeat("x @ x", globals={"x": x}, number=1, repeat=5))
 
     return seconds(torch.bfloat16) > seconds(torch.float32)
 
