@@ -33,7 +33,7 @@ class Trainee:
         engine = Engine(accelerator, "single process", deepspeed=None)
         optimizer = build_optimizer(model, args, engine)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.state = TrainingState(engine, self.model, self.optimizer)
+        self.state = TrainingState(engine, self.model, self.optimizer, shapes=model)
 
     def step(self, seed: int) -> None:
         tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(seed))
@@ -142,7 +142,7 @@ def test_the_loss_scale_of_fp16_is_restored():
         accelerator = SimpleNamespace(mixed_precision="fp16", process_index=0)
         engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"zero_optimization": {"stage": 2}})
         model = SimpleNamespace(optimizer=zero, module=torch.nn.Module())
-        return TrainingState(engine, model, None)
+        return TrainingState(engine, model, None, None)
 
     options = {"init_scale": 2.0**16, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1}
     options["consecutive_hysteresis"] = False

@@ -75,4 +75,4 @@ def build_model(
         optimizer.optimizer.use_grad_accum_attribute = True  # without it, sums are in 16 bits
     set_muon_layout(model, engine)
     torch.manual_seed(args.seed + 1000003 * accelerator.process_index)  # other dropout on each rank
-    return model, optimizer, TrainingState(engine, model, optimizer)
+    return model, optimizer, TrainingState(engine, model, optimizer, prepared.shapes)

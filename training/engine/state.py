@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from formats.portable import load_weights, require_fit
+from formats.portable import build_model, load_weights, require_fit
 from model import Transformer
 from model.config import ConfigError
-from model.lora import add_lora, merged_weights
+from model.lora import merged_weights
 from training.engine.launch import Engine
 from training.engine.partition import gathered, partitions, shape_of
 
@@ -40,11 +40,11 @@ def catch_up(optimizer, step: int) -> None:
 
 
 class TrainingState:
-    """The weights and optimizer state of a model in training.
+    """The weights and optimizer state of a model in training. `shapes`: its model without values.
     Every process must call each method. Rank 0 gets whole tensors on its CPU, the others get {}."""
 
-    def __init__(self, engine: Engine, model: nn.Module, optimizer):
-        self.engine, self.accelerator = engine, engine.accelerator
+    def __init__(self, engine: Engine, model: nn.Module, optimizer, shapes: Transformer):
+        self.engine, self.accelerator, self.shapes = engine, engine.accelerator, shapes
         self.model = getattr(model, "module", model)  # without the wrapper of DDP or DeepSpeed
         # `zero` is DeepSpeed's wrapper of `optimizer`. It divides the fp32 weights.
         self.zero = model.optimizer if engine.deepspeed is not None else None
@@ -71,9 +71,7 @@ class TrainingState:
             return None
         weights = merged_weights(weights, self.model.lora)
         with torch.random.fork_rng(devices=[]):  # keep the run's random state
-            model = Transformer(self.model.config)
-        load_weights(model, weights, "the model in training")
-        return model.eval()
+            return build_model(self.model.config, weights, "the model in training")
 
     def scalars(self) -> dict:
         """Return AdamW's step (0 if Muon updates everything) and the state of fp16's loss scale."""
@@ -110,11 +108,7 @@ class TrainingState:
         """Restore fp32 weights, trained and frozen. The weights of adapters may be missing.
         Raises ConfigError if names or shapes do not fit the model."""
         if self.engine.divides_model:  # the model's own parameters have no shape
-            with torch.device("meta"):
-                shapes = Transformer(self.model.config)
-                if self.model.lora:
-                    add_lora(shapes, self.model.lora)
-            require_fit(shapes, weights, source)
+            require_fit(self.shapes, weights, source)
             for name, parameter in self._frozen():
                 with gathered(parameter, writes=True):
                     parameter.data.copy_(weights[name])
