@@ -70,12 +70,6 @@ class LearningRate:
         return self.peak * (self.min_ratio + (1 - self.min_ratio) * share)
 
 
-def set_learning_rate(optimizer, value: float) -> None:
-    """Set each group's learning rate to value * group["lr_factor"] (a missing factor is 1)."""
-    for group in optimizer.param_groups:
-        group["lr"] = value * group.get("lr_factor", 1.0)
-
-
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[nn.Parameter] = ()
 ) -> list[dict]:

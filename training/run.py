@@ -22,7 +22,7 @@ from training.engine.compilation import why_not_compile
 from training.engine.launch import Engine
 from training.interruption import StopRequest, end_stopped
 from training.log import TrainingLog
-from training.optimizer import LearningRate, set_learning_rate
+from training.optimizer import LearningRate
 from training.prepare import Prepared
 from training.profiler import StepProfiler
 from training.results import say_stopped, write_results, write_sample
@@ -138,7 +138,8 @@ class Run:
 
     def begin(self, step: int) -> None:
         """Set the learning rate now: DeepSpeed may update weights in the last backward pass."""
-        set_learning_rate(self.optimizer, self.learning_rate(step))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step) * group.get("lr_factor", 1.0)  # Muon: own peak
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
