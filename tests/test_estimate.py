@@ -62,7 +62,7 @@ def test_the_state_of_each_engine_has_the_bytes_of_its_formula(
     engine, dtype, per_parameter, in_ram, on_nvme
 ):
     work = workload(processes=4, dtype=dtype)
-    found, n = estimate(KINDS[engine], work), work.total
+    found, n = estimate(KINDS[engine], work), work.shapes.num_parameters()
     assert found.held == pytest.approx(per_parameter * n, abs=1)
     assert found.nvme == pytest.approx(on_nvme * n, abs=1)
     buffers = 2 * 5 * 50_000_000 if engine == "zero_infinity" else 0
@@ -82,14 +82,14 @@ def test_muon_and_adapters_need_less_memory_and_a_teacher_needs_more():
     matrices += 2 * (7 * 3 * 192 * 64 + 8 * 64)  # seven more experts, and the router
     assert estimate(DDP, plain_moe).held - estimate(DDP, muon).held == 4 * matrices
     lora = workload(device=CPU, lora=LoRA(4, 8.0, "layers", True))
-    assert estimate(DDP, lora).held == 2 * plain.total + 16 * lora.trained
+    assert estimate(DDP, lora).held == 2 * plain.shapes.num_parameters() + 16 * lora.trained
     whole = estimate(DDP, replace(plain, teacher=plain.shapes))
-    assert whole.held - estimate(DDP, plain).held == 2 * plain.total
+    assert whole.held - estimate(DDP, plain).held == 2 * plain.shapes.num_parameters()
     zero3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     alone = workload(processes=2)
     on_gpu = replace(alone, teacher=plain.shapes, teacher_config=zero3)
     assert estimate(DDP, on_gpu).held == estimate(DDP, alone).held
-    assert estimate(DDP, on_gpu).ram == plain.total
+    assert estimate(DDP, on_gpu).ram == plain.shapes.num_parameters()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_largest_batch_fits_and_one_more_sequence_does_not(engine):
 
 
 def test_the_bytes_sent_equal_a_count_by_hand():
-    n, sent = workload().total, {}
+    n, sent = workload().shapes.num_parameters(), {}
     for name, kind in KINDS.items():
         work = workload(processes=4, accumulation_steps=3)
         sent[name] = estimate(kind, work).sent / (3 / 4 * n)
@@ -160,7 +160,7 @@ def test_gradients_are_reduced_once_per_step_where_whole_gradients_fit():
     kind, work = KINDS["zero2"], workload(accumulation_steps=3)
     coalesced = replace(kind, coalesces=True)
     needs = estimate(coalesced, work)
-    assert needs.held - estimate(kind, work).held == 4 * work.total
+    assert needs.held - estimate(kind, work).held == 4 * work.shapes.num_parameters()
     enough = int(needs.held + MARGIN * needs.working + OVERHEAD) + 1
     assert can_coalesce(kind, work, enough)
     assert not can_coalesce(kind, work, enough - 2)

@@ -113,11 +113,6 @@ class Workload:
         return 4 if self.args.dtype == "float32" else 2
 
     @property
-    def total(self) -> int:
-        """Number of parameters of the model."""
-        return self.shapes.num_parameters()
-
-    @property
     def trained(self) -> int:
         """Number of trained parameters: all parameters, or only those of adapters."""
         return sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
@@ -141,7 +136,7 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     """Return the memory of one process under an engine, and the bytes that it sends."""
     if work.on_cpu:  # offloaded tensors stay in the same RAM
         kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
-    n, t, h = work.total, work.trained, work.itemsize
+    n, t, h = work.shapes.num_parameters(), work.trained, work.itemsize
     share = 1 / work.processes
     moments = 8 * t
     if work.args.optimizer == "muon":  # per matrix of a block Muon has one moment, AdamW two
@@ -178,7 +173,7 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
 
 def _buffers(kind: Kind, work: Workload) -> float:
     """Return the bytes of the buffers for the exchange of gradients and weights."""
-    n, t, h = work.total, work.trained, work.itemsize
+    n, t, h = work.shapes.num_parameters(), work.trained, work.itemsize
     if kind.stage is None:  # with accumulation DDP needs buckets in addition to the gradients
         return 4 * t if work.processes > 1 and work.args.accumulation_steps > 1 else 0
     if work.on_cpu:
@@ -250,7 +245,7 @@ def _sent(kind: Kind, work: Workload) -> float:
     once per step. ZeRO-3, and ZeRO-2 without `coalesces`, do so in each micro-batch. ZeRO-1 and 2
     gather weights once per step, ZeRO-3 in forward and backward.
     """
-    n, t, h = work.total, work.trained, work.itemsize
+    n, t, h = work.shapes.num_parameters(), work.trained, work.itemsize
     ring = (work.processes - 1) / work.processes
     micro_batches = work.args.accumulation_steps
     if kind.stage is None:
