@@ -271,7 +271,8 @@ class Dial:
     def describe(self, task: recipe.Task, models: list, plan: recipe.Plan) -> str:
         """Describe the plan, and name the model that four times the minutes would train."""
         how = "assumed" if self.assumes else "expected"
-        text = f"{plan.model.name}: {plan.steps:,} steps at {plan.tokens_per_second:,.0f} tokens/s "
+        speed = plan.tokens / plan.steps / plan.step_seconds
+        text = f"{plan.model.name}: {plan.steps:,} steps at {speed:,.0f} tokens/s "
         text += f"{how}, {plan.passes:.2g} passes over the data"
         if not {"max_steps", "epochs"}.isdisjoint(self.typed):
             return text

@@ -78,10 +78,6 @@ class Plan:
     passes: float  # over the text
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.steps / self.step_seconds
-
-    @property
     def excess(self) -> float:
         """Tokens per parameter divided by the suitable number; above 1 the model is too small.
         Repeated tokens count in full, for the reason in docs/recipe.md."""
