@@ -63,7 +63,7 @@ def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
     """Call `whole_folder` for an output folder that the user has named. Raises UsageError if `out`
-    is a file. A folder with files must be a `what`, as `is_one` tells, and needs `overwrite`."""
+    is a file. A folder with files is replaced only if `overwrite` and `is_one(out)` are True."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):
         if out.is_file() or not is_one(out):
