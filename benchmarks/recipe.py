@@ -34,7 +34,7 @@ PICTURE = Path("out/benchmarks/recipe.png")
 EXPONENTS = -0.34, -0.28
 # E, A and B of `describe_fit` for the built-in text, fitted to the runs in docs/recipe.md.
 BUILT_IN = 0.297, 0.306, 0.804
-# For --choices: machine → (GPUs, real FLOP/s); text → (bytes, bytes per token); time → minutes.
+# For --choices: machine → (GPUs, FLOP/s in training); text → (bytes, bytes per token); minutes.
 H100 = peak_flops("H100", "bf16") * GPU_SHARE
 MACHINES = {
     "2 cores": (0, 0.37e12),  # measured with 3 × 128

@@ -102,7 +102,7 @@ def is_import(folder: Path) -> bool:
 def _read_file(
     path: Path, weights: dict[str, Tensor], settings: dict
 ) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Return config and renamed weights. Raises UsageError if they do not tell the config."""
+    """Return config and renamed weights. Raises UsageError if the config cannot be derived."""
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     if theirs := any(name in weights for name in OUTER.values()):

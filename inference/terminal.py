@@ -102,8 +102,8 @@ class Chat:
                 break
         else:
             raise UsageError(
-                f"question and system message have {len(ids)} tokens, the model's context has "
-                f"{self.context}, and {reserve} are kept for the answer: shorten them"
+                f"the prompt has {len(ids)} tokens, the model's context has {self.context}, and "
+                f"{reserve} are kept for the answer: shorten it"
             )
         self.turns = turns[dropped:]
         if dropped:

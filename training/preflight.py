@@ -128,7 +128,7 @@ def main(words: list[str]) -> list[str]:
     else:
         shape = {}
         if request.stage != "sft" and not typed.get("init_from"):
-            shape = fitting_shapes(typed)[0]  # the smallest shape, until one is chosen
+            shape = fitting_shapes(typed)[0]  # the first shape, until one is chosen
         if request.stage == "distill":
             shape.pop("max_seq_len", None)  # the teacher decides the length
         prepared, deepspeed = check(typed | shape)

@@ -41,7 +41,7 @@ class StartingPoint:
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
     """Find the run folder and, for --resume, its newest undamaged checkpoint, or the named
-    checkpoint. Raises UsageError without such a checkpoint, and if the folder is another run's."""
+    checkpoint. Raises UsageError if --resume PATH has none, or if the folder is another run's."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []

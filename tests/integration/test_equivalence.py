@@ -240,6 +240,7 @@ def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
 def test_validation_is_the_mean_over_all_targets(how, names, runs, packed):
     """One forward pass gives the expected mean. A clipped run's last batch is incomplete."""
     val_set = DATASETS.get(how, PackedDataset)(packed, "val", SEQ_LEN)
+    assert len(val_set) % 2 == 1
     assert len(val_set) % GLOBAL_BATCH
     samples = [val_set[i] for i in range(len(val_set))]
     tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
