@@ -94,8 +94,8 @@ class LengthSampler(MicroBatchSampler):
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions, computed window by window."""
-        # A window that spans two epochs may hold a sample twice, often in one batch after sorting.
-        # At most one window in four spans two epochs if an epoch has at least four batches.
+        # A window that spans two epochs may hold a sample twice, and sorting may put both into one
+        # batch. With four or more batches in an epoch, one window in four spans two at most.
         size = self.global_batch
         batches = min(WINDOW, max(1, self.n_samples // (4 * size)))
 

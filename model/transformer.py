@@ -90,9 +90,9 @@ class TransformerBlock(nn.Module):
 
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
-    Its parameters have the names of Llama's own release. Only these parts serve training or
-    loading: the meta device, autocast, `recompute`, `lora`, `flops_per_token`, and zero.Init in
-    `_init_weights`."""
+    Its parameters have the names of Llama's own release. These parts are for training or
+    loading, all others are the plain model: the meta device, autocast, `recompute`, `lora`,
+    `flops_per_token`, and zero.Init in `_init_weights`."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
 

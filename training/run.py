@@ -61,7 +61,7 @@ def step_batches(prepared: Prepared, engine: Engine) -> Iterator[Iterable[MicroB
         seed=args.seed,
         start=prepared.start.step * global_batch,  # in sequences
     )
-    if train_set.n_first:
+    if train_set.n_first:  # the last steps read only the first segmentation
         left = round((1 - FIRST_SEGMENTATION_SHARE) * prepared.total_steps) - prepared.start.step
         late = replace(order, n_samples=train_set.n_first, start=max(0, -left) * global_batch)
         order = chain(islice(order, max(0, left) * args.accumulation_steps), late)
@@ -137,13 +137,13 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set the learning rate now: DeepSpeed may update weights in the last backward pass."""
+        """Set the learning rate of a step. DeepSpeed may update the weights already in backward."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step) * group.get("lr_factor", 1.0)  # Muon: own peak
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield a step's micro-batches; then reduce and update, if ZeRO-2 reduces once per step."""
+        """Yield a step's micro-batches. Then reduce and update, if ZeRO-2 reduces once per step."""
         self.profiler.phase("data")
         coalesces = self.engine.coalesces
         with self.model.coalesce_grad_reduction() if coalesces else nullcontext():
@@ -179,7 +179,7 @@ class Run:
             parts |= {name: value.detach() for name, value in balance.items()}
         # The mean over zero targets is NaN; its gradient must be zero.
         weighted = trained * batch.weight if batch.n_targets else trained.nan_to_num() * 0
-        # Accelerate would call DeepSpeed's `step`, which must follow the reduction.
+        # Accelerate's backward would call DeepSpeed's `step` too early, before the reduction.
         backward = (self.model if self.engine.coalesces else self.accelerator).backward
         backward(weighted)
         if batch.n_targets:
@@ -217,7 +217,7 @@ class Run:
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
-        # Reading the counter waits for a GPU: if nothing else has waited, read the counter rarely.
+        # Reading the counter waits for the GPU. If the norm is on the GPU, it is read rarely.
         waits = getattr(grad_norm, "is_cuda", False)
         if self._is_time(step, most if waits else 1):
             bad = int(self.log.meter.worst_in_row)
