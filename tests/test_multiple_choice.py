@@ -68,7 +68,9 @@ class OneIdPerCharacter:
         ("xy", ["the c", "the d"], "", ["the c", "the d"]),
     ],
 )
-def test_the_context_is_what_question_and_choices_share(question, choices, delimiter, scored):
+def test_the_context_is_the_common_beginning_of_question_and_choices(
+    question, choices, delimiter, scored
+):
     encoded = encode_choices(OneIdPerCharacter(), question, choices, delimiter)
     assert ["".join(map(chr, ids[n_context:])) for ids, n_context in encoded] == scored
 
@@ -106,7 +108,7 @@ def answered(scorer, tokenizer, questions: list[dict]) -> dict:
 
 
 def test_the_accuracy_equals_that_of_naive_scoring(scorer, tokenizer):
-    """The right answer is first the choice that `naive` finds likeliest, then another choice."""
+    """Once the likeliest choice of `naive` is the right answer, once another choice."""
     likeliest = [naive(scorer.model, tokenizer, question) for question in QUESTIONS]
     assert len({best for best, _ in likeliest}) > 1
     assert any(whole != per_byte for whole, per_byte in likeliest)

@@ -84,7 +84,7 @@ def test_nasty_and_random_text_has_equal_ids_and_equal_decoded_text(pair):
 
 
 def test_pieces_with_any_scores_have_equal_ids(model, tmp_path):
-    """Several pairs may form the same piece. With any scores, only one of these pairs occurs."""
+    """Several pairs may form the same piece. Whatever the scores, one pair always forms it."""
     chooser = random.Random(4)
     for _ in range(100):
         n_words = chooser.randrange(2, 40)

@@ -22,11 +22,11 @@ def launched(monkeypatch, tmp_path):
     return launch
 
 
-def test_the_configuration_keeps_only_settings_for_inference(launched):
+def test_the_configuration_leaves_out_the_optimizer_and_auto_values(launched):
     offload = {"device": "cpu", "pin_memory": True}
     zero = {"stage": 3, "offload_param": offload, "stage3_prefetch_bucket_size": 1000}
-    training = {"offload_optimizer": offload, "reduce_bucket_size": "auto"}
-    found = launched(**zero, **training)
+    left_out = {"offload_optimizer": offload, "reduce_bucket_size": "auto"}
+    found = launched(**zero, **left_out)
     assert found == {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
 
 

@@ -48,7 +48,7 @@ class StepProfiler:
         self._phase, self._since = name, self._now()
 
     def end_step(self, step: int) -> tuple[dict[str, float], str] | None:
-        """Write the trace of a measured step; return (seconds by phase and in all, log line)."""
+        """Write the trace of a measured step; return (seconds of phases and step, log line)."""
         if not self._seconds:
             return None
         self._end_phase()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import TINY, Trained, launch_command, run_warm, train
 
-from model.lora import Merged, is_adapter
+from model.lora import LoRA, is_adapter, merged_weights
 from storage.weights import load_trained
 
 pytestmark = pytest.mark.slow
@@ -160,7 +160,8 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
         for path in (base.path, run.path / "base", run.path, run.checkpoint())
     )
     alpha = 16 if only_lora else 32
-    merged = Merged(ChainMap(run.tensors(), begun), alpha / 4)
+    lora = LoRA(4, alpha, "layers", only_lora)
+    merged = merged_weights(ChainMap(run.tensors(), begun), lora)
     for name in begun:
         assert torch.equal(kept[name], begun[name])
         assert torch.equal(left[name], merged[name])

@@ -43,7 +43,7 @@ class Kind:
     parameters_on: str = GPU  # GPU; at stage 3 also CPU or NVME
     fp32_sums: bool = True  # True if gradients are summed in fp32
     reduce_bucket: int = 500_000_000  # elements of gradients that are exchanged at once
-    reuse_distance: int = 10**9  # ZeRO-3 keeps weights if fewer elements precede their next use
+    reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again within these elements
     coalesces: bool = False  # ZeRO-2 keeps whole gradients and reduces them once per step
 
     @property
@@ -194,8 +194,8 @@ def _gathered(kind: Kind, shapes: Transformer) -> int:
 
 def _activations(kind: Kind, work: Workload) -> float:
     """Return the peak bytes of activations and logits of a micro-batch.
-    They consist of the tensors that autograd saves in model/ (compiled code saves fewer), and of
-    temporary tensors: of one block or the loss on a GPU, of both on a CPU."""
+    These are the tensors that autograd saves (compiled code saves fewer) and temporary tensors: on
+    a GPU those of one block or of the loss, whichever are larger, on a CPU the sum of both."""
     config, h = work.shapes.config, work.itemsize
     compiled = work.compiled and kind.stage != 3
     # For a GPU the next line assumes that PyTorch has a fused attention kernel.
