@@ -125,6 +125,7 @@ def test_auto_sizes_become_deepspeeds_defaults_or_depend_on_the_model(config, ac
         ("aio.queue_depth", "auto", '"aio.queue_depth": "auto"'),
         ("aio.queue_dept", 8, '"aio.queue_dept" does nothing here'),
         ("train_batchsize", {"enabled": False}, '"train_batchsize" does nothing here'),
+        ("flops_profiler.profile_steps", 3, '"flops_profiler.profile_steps" does nothing here'),
     ],
 )
 def test_a_key_or_value_that_cannot_be_used_is_refused_by_name(config, key, in_file, named):
