@@ -149,15 +149,17 @@ def test_every_process_gets_its_own_random_state_and_loss_meter_back(run, of_thr
 
 
 @pytest.mark.parametrize("processes", [1, 6])
-def test_another_number_of_processes_keeps_the_loss_meter_but_not_the_random_state(
-    run, of_three, processes
+def test_another_number_of_processes_keeps_the_loss_meter_and_says_that_dropout_differs(
+    run, of_three, capsys, processes
 ):
     torch.manual_seed(11)
     before = torch.get_rng_state()
     _, meter = load(run, 1, engine_of(processes))
     assert torch.equal(torch.get_rng_state(), before)
     assert sums_of(meter) == {"loss": 6, "weight": 9, "skipped_steps": 0}
+    assert "dropout" in capsys.readouterr().out
     _, meter = load(run, 1, engine_of(processes, rank=1))
+    assert capsys.readouterr().out == ""
     assert sums_of(meter) == {"loss": 0, "weight": 0, "skipped_steps": 0}
 
 

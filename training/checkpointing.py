@@ -112,8 +112,10 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
                 number, _, key = name.partition(".")
                 ranks[int(number)][key] = value
             meter.load_state(ranks, rank)
-            if len(ranks) == engine.processes:  # if not, dropout masks change
+            if len(ranks) == engine.processes:
                 restore_random(ranks[rank], device)
+            elif engine.is_main:
+                print("the number of processes has changed: any dropout masks change", flush=True)
         except (SafetensorError, OSError, LookupError) as error:
             raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 
