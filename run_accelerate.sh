@@ -10,10 +10,10 @@
 #   STAGE=distill bash run_accelerate.sh              distill the newest pretrained model (or TEACHER=out/runs/NAME) into a smaller one
 #
 # MINUTES=N         minutes from the command to the result, without installation (default: 4 on a CPU, 10 on a GPU);
-#                   on several machines minutes of training
+#                   on several machines, minutes of training only
 # PREPARE_FLAGS=... flags for the preparation of text, such as "--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   number of processes (default: one per GPU; on a CPU, one)
-# ENGINE=name       another engine: name of configs/name.yaml (docs/engines.md), or CONFIG=file.yaml for your file
+# ENGINE=name       the engine of configs/name.yaml (docs/engines.md); or CONFIG=file.yaml, your own file for Accelerate
 # MASTER_PORT=N     port at which the processes meet (default: any free port)
 #
 # For several machines, start this command on each one, in a folder that all machines see:

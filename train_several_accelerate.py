@@ -29,8 +29,8 @@ from training.preflight import as_words
 from training.run import Run
 from training.start import run_program, select_engine, set_up_together
 
-# Training flags in which models may differ. All models share the other flags: most concern the
-# batches, the process, or the steps at which all models log, validate or save.
+# Training flags in which models may differ; model flags such as --dim may differ too. All models
+# share the other flags. Most of these concern the batches, the process, or when to log and save.
 OWN = {
     *("run_name", "init_from", "deepspeed", "compile", "gradient_checkpointing"),
     *("optimizer", "learning_rate", "muon_learning_rate", "lr_schedule", "warmup_steps"),
@@ -172,8 +172,8 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
 
 
 def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | None]:
-    """Return the checkpoint of each run at the newest step at which all are undamaged; `resume` for
-    each run if it is None or if no run has a checkpoint. Raises UsageError without such a step."""
+    """Return each run's checkpoint of the newest step that is undamaged in all runs. If `resume` is
+    None or no run has a checkpoint, return `resume` for each. Raises UsageError if none is left."""
     steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
     if resume is None or not any(steps):
         return [resume] * len(runs)
@@ -184,7 +184,7 @@ def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | No
             return [str(path) for path in paths]
         print(f"DAMAGED CHECKPOINT {'; '.join(damaged)}; trying an earlier step", flush=True)
     reason = "no step has an undamaged checkpoint of every model"
-    raise UsageError(f"--resume auto: {reason}: leave out a --model without undamaged checkpoints")
+    raise UsageError(f"--resume auto: {reason}: leave out a --model that has none")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def say(text: str) -> None:
 def clean_environment() -> dict[str, str]:
     """Return this environment without a launcher's variables, with Python's folder on PATH."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    tools = Path(sys.executable).parent  # DeepSpeed and inductor look for ninja on PATH
+    tools = Path(sys.executable).parent  # DeepSpeed looks for ninja on PATH
     return kept | {"PATH": f"{tools}{os.pathsep}{kept.get('PATH', '')}"}
 
 

@@ -137,7 +137,7 @@ def train(kind: str, data: Path, flags: list[str], seed: int, stage: str = "pret
     """Train a model, unless a finished run has the same text and flags. Return the result.
 
     Args:
-        flags: strings of several flags; the last string is printed.
+        flags: each string holds one or more flags; the last string is printed.
 
     Raises UsageError if the training program failed.
     """

@@ -110,8 +110,8 @@ def contenders(
 
 
 def measure(runs: dict[str, Callable], batch_size: int, rounds: int) -> dict[str, str]:
-    """Return the cells of a row: median speeds, medians of the ratios within a round, "same text".
-    In each round every contender runs once. One run of each before these rounds is not timed."""
+    """Return the cells of a row. A speed is the median of all rounds. A ratio is the median of
+    the ratios of single rounds. Before the rounds, every contender runs once, untimed."""
     texts = {name: run() for name, run in runs.items()}
     speeds = {name: [] for name in runs}
     for _ in range(rounds):

@@ -1,11 +1,11 @@
 """Check and measure training on one GPU, within nine minutes: `bash benchmarks/gpu.sh`.
 
-After preparation, the parts that tell the most come first. A part that hangs is killed at its time
-limit. The folder $OUT (default: out/benchmarks/gpu) has these files:
+After preparation, parts run one after the other, the most useful first. Each part is killed at its
+time limit. The folder $OUT (default: out/benchmarks/gpu) has these files:
 
 - gpu.md: the report, written when a part begins and when it ends;
 - rows.jsonl: measurements and results of parts, one JSON object per line;
-- traces.zip: traces of a step's last micro-batch and optimizer, for https://ui.perfetto.dev;
+- traces.zip: traces of the last micro-batch and the update of a step, for https://ui.perfetto.dev;
 - log.txt: the output of all parts.
 
 Only parts import torch, so the report is written even if torch hangs.
@@ -39,7 +39,7 @@ WHEELS, SITE = REPOSITORY / "out/wheels", REPOSITORY / "out/site"  # SITE: the i
 COMPILED = REPOSITORY / "out/compiled/gpu"  # the parts' compile cache
 PR_SET_CHILD_SUBREAPER = 36  # from sys/prctl.h
 PASSED, LATE = "passed", "out of time"
-# Tests that decide whether measurements mean anything, and the files with all tests of a GPU.
+# Tests that decide whether measurements mean anything; the files with all tests that need a GPU.
 CHECKS = "losses_on_a_gpu or rotation_on_a_gpu or compiled_blocks or fused_kernels"
 TESTS = ("tests/integration/test_gpu.py", "tests/test_decoder.py")
 ENGINES = "ours-compiled ours-zero2-compiled"
@@ -137,7 +137,7 @@ def run_parts(parts: list[Part], out: Path, began: float) -> bool:
         out: the folder of the report.
         began: time.monotonic() at the start of this program.
     """
-    # A process whose parent has ended becomes a child of this process, which can then kill it.
+    # A descendant whose parent has ended becomes a child of this process, so `end_all` finds it.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     results = {}
     for part in parts:

@@ -28,7 +28,7 @@ def start_run(flags: list[str]) -> Run:
     """Return a run that is ready for its first step; its run folder is deleted.
 
     Args:
-        flags: of the training script.
+        flags: flags of the training script.
 
     Raises UsageError or ConfigError if the flags or the data are invalid.
     """
@@ -43,7 +43,7 @@ class OurStep:
     """Take one optimizer step of the training script per call of `step`.
 
     Args:
-        flags: of the training script.
+        flags: flags of the training script.
     """
 
     def __init__(self, flags: list[str]):
@@ -55,11 +55,11 @@ class OurStep:
         self._norms: list[float | Tensor] = []  # of the gradients since the last call of `loss`
 
     def step(self) -> None:
-        """Take the next step. It waits for the GPU only if the engine does."""
+        """Take the next step. The call waits for the GPU only if the engine waits."""
         self._take(next(self._steps))
 
     def profile(self, folder: Path) -> dict[str, float]:
-        """Take a step; write its trace into `folder`; return seconds by phase and in all."""
+        """Take a step; write its trace into `folder`; return the seconds of phases and step."""
         self.run.profiler.folder = folder
         self._take(LAST_STEP)
         seconds, _ = self.run.profiler.end_step(LAST_STEP)

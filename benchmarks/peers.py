@@ -1,6 +1,6 @@
 """Models of other projects, trained in the way of their own trainers.
 
-Weights and the averages of AdamW are fp32, autocast is used for bf16, gradients are clipped.
+Weights and AdamW's moments are fp32, autocast is used for bf16, gradients are clipped.
 This is the step of `transformers.Trainer(bf16=True)` and `litgpt pretrain --precision bf16-mixed`.
 Their loops are left out, because they would only make the peers slower.
 """
@@ -36,7 +36,7 @@ def build_transformers(work: Work) -> nn.Module:
             rms_norm_eps=config.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             tie_word_embeddings=True,
-            use_cache=False,  # as in its Trainer: no key/value cache
+            use_cache=False,  # no key/value cache, as in transformers' Trainer
             bos_token_id=None,
             eos_token_id=None,
         )

@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def row(data: Path, name: str, minutes: int, seed: int, more: str) -> dict:
-    """Train a shape for this many minutes; return its row of the table. `more`: more flags."""
+    """Train the shape `name`, with the flags `more`, for `minutes`; return its row of the table."""
     settings = recipe.shape_settings(*NAMES[name], {})
     length = settings["max_seq_len"]
     model = candidate(settings, read_description(data)["vocab_size"], recipe.BATCH // length)
@@ -165,8 +165,8 @@ def choices() -> list[dict]:
 
 
 def worth(plan: recipe.Plan) -> float:
-    """Return how many new tokens teach as much; pass 16 counts 1/e (arxiv.org/abs/2305.16264)."""
-    repeats = 15.4 * -math.expm1(min(0, 1 - plan.passes) / 15.4)
+    """Return how many new tokens teach as much as the plan's tokens (arxiv.org/abs/2305.16264)."""
+    repeats = 15.4 * -math.expm1(min(0, 1 - plan.passes) / 15.4)  # pass 17 counts 1/e
     return plan.tokens / max(1, plan.passes) * (1 + repeats)
 
 

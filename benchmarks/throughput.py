@@ -75,7 +75,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--batch_size", type=int, help="sequences per micro-batch (default: by --sizes)")
     add("--seq_len", type=int, help="tokens per sequence (default: by --sizes)")
     add("--accumulation_steps", type=int, default=1, help="micro-batches per step")
-    add("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16; float32 for test")
+    add("--dtype", choices=("bfloat16", "float32"), help="default: by --sizes")
     add("--processes", type=int, default=n_gpus or 1, help="processes of DDP and ZeRO")
     add("--data", default=DATA, help="folder of prepared text")
     add("--rows", type=Path, help="file to which JSON lines are added during the measurement")

@@ -22,8 +22,8 @@ DATA = "out/data/builtin-6400"  # built-in text with MiniMind's vocabulary size,
 class Work:
     """One training step on one process.
 
-    All models are Llama-like with tied embeddings, grouped-query attention and SwiGLU of the
-    hidden_dim that `LMConfig` computes.
+    All models are Llama-like, with tied embeddings, grouped-query attention and SwiGLU. `LMConfig`
+    computes hidden_dim.
     """
 
     dim: int
@@ -56,8 +56,8 @@ class Work:
         return model.num_parameters(), model.flops_per_token(self.seq_len)
 
     def on(self, data: str) -> "Work":
-        """Return the same work on another text, with its vocabulary. Prepare the built-in text if
-        missing. Raises UsageError if preparing failed, or if the folder holds no prepared data."""
+        """Return the same work on another text, with its vocabulary size. Prepare the built-in text
+        if it is missing. Raises UsageError if preparing fails, or if `data` is no prepared text."""
         path = Path(data).absolute()
         if data == DATA and not (path := REPOSITORY / DATA).exists():
             words = [sys.executable, "-m", "scripts.prepare_data", "--out", str(path)]

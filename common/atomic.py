@@ -62,8 +62,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """Call `whole_folder` for an output folder that the user has named. Raises UsageError if `out`
-    is a file. A folder with files is replaced only if `overwrite` and `is_one(out)` are True."""
+    """Call `whole_folder` for the user's output folder; `is_one` recognises an older `what`. Raises
+    UsageError if `out` is a file, holds something else, or if replacing it needs `overwrite`."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):
         if out.is_file() or not is_one(out):
@@ -76,7 +76,7 @@ def new_folder(
 
 @contextmanager
 def one_at_a_time(out: Path) -> Iterator[None]:
-    """Wait until no other process makes `out`, then let others wait until the context ends."""
+    """Let only one process at a time run a context for `out`. The other processes wait."""
     path = out.with_name(f".{out.name}.lock")
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
@@ -102,7 +102,7 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some file systems cannot sync a folder, such as Windows' in WSL
+    except OSError as error:  # some file systems, such as Windows' in WSL, cannot sync a folder
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -69,7 +69,7 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         if unread:
             sys.exit(128 + signal.SIGPIPE)
         # Most errors are the same on every rank. So the first rank of a machine reports at once.
-        # The other ranks wait, so that the launcher can stop them.
+        # The other ranks wait, so that the launcher ends them before they print the same error.
         rank = int(os.environ.get("RANK", 0))
         if int(os.environ.get("LOCAL_RANK", rank)):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

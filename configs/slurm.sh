@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train on several machines under SLURM. Submit from the repository's folder, which all machines must see:
 #
-#   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32      with training flags
+#   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32
 #
-# This file has not been run on a cluster yet. Five minutes before its time limit, the job saves and ends. To continue,
-# submit it with the same --run_name (default: job-NUMBER). If a machine fails, SLURM submits the job again.
+# This file takes training flags. It has not run on a cluster yet. Five minutes before its time limit, the job saves and
+# ends. To continue, submit it with the same --run_name (default: job-NUMBER). If a machine fails, SLURM resubmits it.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

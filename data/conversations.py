@@ -102,7 +102,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
 
 
 def text_of(content: object) -> object:
-    """Join text parts, or return a part that is not text. Return other values unchanged."""
+    """Join a list of text parts, or return its first part that is not text. Keep other values."""
     with suppress(TypeError, KeyError):
         if isinstance(content, list):
             others = [part for part in content if part["type"] != "text"]
@@ -132,7 +132,7 @@ def _turns(value: dict, where: str) -> list[Turn]:
             question = "\n\n".join(part for part in parts if part)
             return [Turn(USER, question), Turn(ASSISTANT, given["output"])]
     raise UsageError(
-        f'{where}: no conversation. It needs "conversations", or "messages", or "prompt" and '
+        f'{where}: no conversation: expected "conversations", or "messages", or "prompt" and '
         '"completion", "chosen" or "response", or texts in "instruction" and "output"'
     )
 

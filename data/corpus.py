@@ -33,7 +33,7 @@ SECTION_BYTES = 16 * 1024  # bytes of the largest document of a .txt, by default
 CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
 BATCH_ROWS = 64  # rows of Parquet in memory at once
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.
-LONGEST_FIELD = 1 << 26
+LONGEST_FIELD = 1 << 26  # characters
 # Folders that are not part of the built-in text: tests, installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -183,7 +183,7 @@ def _pyarrow(path: str) -> ModuleType:
 
 
 def parse(record: Record) -> str:
-    """Return the text of a record. Raises UsageError, which names the place, if it has no text."""
+    """Return the text of a record. Raises UsageError, with the place, for an invalid record."""
     if record.fault:
         raise UsageError(f"{record.place}: {record.fault}")
     if not record.path.endswith(JSONL):

@@ -2,8 +2,8 @@
 
 Training reads a small text several times, so the model memorises it. If the text is split into
 different pieces each time, the model memorises less and learns how words are spelled. BPE-dropout
-(Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips merges; this module splits the pieces that
-the tokenizer returns. The last tenth of a run reads these pieces undivided (training/run.py).
+(Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips merges; this module instead splits pieces
+that the tokenizer has returned. In the last tenth of a run no piece is split (training/run.py).
 """
 
 import hashlib
@@ -110,7 +110,7 @@ def ways_to_split(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
 
 
 def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generator) -> list[int]:
-    """Return other ids for the same text. Each round splits SPLIT_SHARE of the divisible pieces."""
+    """Return ids for the same text. A round splits a divisible piece with chance SPLIT_SHARE."""
     ways_of = ways_to_split(tokenizer)
     for _ in range(SPLIT_ROUNDS):
         found = []
@@ -134,8 +134,8 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
 
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
-    """Yield a function that takes records and a partial of `encode_batch`, and yields encoded
-    batches. Above BATCH_BYTES, `workers` processes encode. Raises UsageError if one is killed."""
+    """Yield a function from records and a partial of `encode_batch` to encoded batches. A text
+    above BATCH_BYTES is encoded by `workers` processes. Raises UsageError if one is killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # an earlier tokenizer may have had the same path
         yield lambda records, encode: map(encode, _batches(records))

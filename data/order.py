@@ -1,8 +1,8 @@
 """The order in which samples are read: a shuffle that stores no list, divided among processes.
 
 A position is the number of samples that the processes together have consumed. The sample at a
-position depends only on the position and the seed. A resumed run therefore continues with the same
-samples, even if the number of processes has changed. Only the global batch must stay the same.
+position depends on the seed, but not on the number of processes. A resumed run with the same seed
+and the same global batch therefore continues with the same samples on any number of processes.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the entries at `positions` of a shuffle of range(n) that (seed, epoch) determines.
+    """Shuffle range(n) and return the entries at `positions`. (seed, epoch) determines the order.
     Positions are int64 in [0, n). A Feistel network permutes the numbers below the next power of
     four. A result of n or more is permuted again (cycle walking; Black and Rogaway, 2002)."""
     half_bits = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
@@ -71,7 +71,7 @@ class MicroBatchSampler:
 
 
 def _in_periods(positions: np.ndarray, size: int, of_period: Callable) -> np.ndarray:
-    """Return of_period(number, positions within the period) for each period of `size` positions."""
+    """Cut positions into periods of `size`; return of_period(period, positions in the period)."""
     periods, within = np.divmod(positions, size)
     out = np.empty_like(positions)
     for number in np.unique(periods):
@@ -95,7 +95,7 @@ class LengthSampler(MicroBatchSampler):
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions, computed window by window."""
         # A window that spans two epochs may hold a sample twice, and sorting may put both into one
-        # batch. With four or more batches in an epoch, one window in four spans two at most.
+        # batch. If an epoch has four or more batches, at most one window in four spans two epochs.
         size = self.global_batch
         batches = min(WINDOW, max(1, self.n_samples // (4 * size)))
 

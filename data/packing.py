@@ -1,7 +1,7 @@
 """Turn text or conversations into token shards: train a tokenizer, encode, write the shards.
 
-The shards hold BOS, text, EOS of each document in turn. Pretraining cuts this stream into
-sequences, so no position is padding.
+The shards of text hold BOS, text, EOS of each document in turn. Pretraining cuts this stream
+into sequences, so no position is padding.
 """
 
 import hashlib
@@ -184,8 +184,8 @@ def _write_splits(
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits, and return their part of the description. A document is for
-    validation if its hash / 2^64 is below `share`, whatever other documents there are. The training
-    split begins with the first segmentation of every document."""
+    validation if its `number`, a hash of 64 bits, is below `share` · 2^64. The training split first
+    holds the first segmentation of all its documents, then the other segmentations."""
     train, resegmented, val = map(writer, ("train", "train-resegmented", "val"))
     n_bad, first_bad = 0, None
     for encoded in batches:

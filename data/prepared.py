@@ -36,8 +36,8 @@ def find_prepared(
     out: Path, files: list[str], options: PackingOptions, reuse: bool, overwrite: bool
 ) -> str | None:
     """Return a sentence if the data in `out` can be used, None if `out` must be written. `reuse`
-    accepts other settings, and replaces damaged data, and data of the same path if the files have
-    changed. `overwrite` replaces other data. Raises UsageError if `out` must not be replaced."""
+    accepts other settings; it replaces damaged data, and data whose source files have changed.
+    `overwrite` replaces any prepared data. Raises UsageError if `out` must not be replaced."""
     source, stored = describe_sources(files, options), {}
     with suppress(UsageError, OSError, KeyError):  # `out` is missing or damaged
         description = read_description(out)

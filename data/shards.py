@@ -37,8 +37,8 @@ class ShardWriter:
         self._files: dict[str, tuple] = {}  # name → (open file, SHA-256 of its content)
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
-        """Write the tokens of one document with n_bytes of text.
-        `answers`, (n, 2), has the start and end of each of the n answers in the tokens."""
+        """Write the tokens of one document, whose text has n_bytes.
+        Row i of `answers`, (n, 2), is start and end of answer i, as indices into `tokens`."""
         if answers is not None:
             positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (n, 3)
             self._append(self.answers["file"], positions.astype(ANSWER_DTYPE))
@@ -76,7 +76,7 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path, kind: str = TEXT) -> dict:
-    """Read dataset.json. Raises UsageError if it is damaged or (with advice for `kind`) missing."""
+    """Read dataset.json. Raises UsageError if it is missing (with advice for `kind`) or damaged."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():

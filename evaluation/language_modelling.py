@@ -65,7 +65,7 @@ def conversation_rows(
 
 
 def prepared_rows(dataset: TokenStream, samples: list[int], units: list[int]) -> Iterator[Row]:
-    """Yield a row for each of these samples of prepared data, with its unit."""
+    """Yield a row for each index in `samples`. Row i belongs to units[i]."""
     for i, unit in zip(samples, units, strict=True):
         tokens, targets = dataset[i]
         n_targets = int((targets != IGNORE_INDEX).sum())

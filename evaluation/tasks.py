@@ -60,7 +60,7 @@ def is_prepared(data: str) -> bool:
 
 
 def detect_task(data: str, text_column: str | None = None) -> str:
-    """Return the task that fits prepared data, or the first record of the first file."""
+    """Detect the task from the kind of prepared data, or from the first record of other data."""
     if is_prepared(data):
         is_chat = read_description(data)["kind"] == CONVERSATIONS
         return "conversations" if is_chat else "packed"

@@ -54,8 +54,8 @@ IN_LAYER = {
 
 
 def reordered(weight: Tensor, *order: int) -> Tensor:
-    """Reorder rows of wq or wk, (heads · head_dim, dim). `order` is the old layout, and the
-    result has the other: ours is (heads, head_dim/2, 2), Hugging Face's (heads, 2, head_dim/2)."""
+    """Reorder rows of wq or wk, (heads · head_dim, dim). `order` is the layout of `weight`; the
+    result has the other one. Ours is (heads, head_dim/2, 2), theirs (heads, 2, head_dim/2)."""
     return weight.unflatten(0, order).transpose(1, 2).reshape_as(weight)
 
 
@@ -269,7 +269,7 @@ def is_export(folder: Path) -> bool:
 
 
 def write_model(folder: Path, model: Transformer, tokenizer: Tokenizer, dtype: str) -> None:
-    """Write weights and settings. Raises UsageError for shared experts, or for an overflow."""
+    """Write weights and settings. Raises UsageError for shared experts or overflowing weights."""
     config = model.config
     if config.n_shared_experts:
         raise UsageError("transformers has no Llama with shared experts: no export is possible")

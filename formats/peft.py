@@ -1,7 +1,7 @@
 """Write LoRA adapters in the format of the package `peft`.
 
-In PEFT, the base model is a folder that scripts.export_hf wrote. For wq and wk, the rows of B are
-reordered like the rows of the weights in formats/hugging_face.py.
+In PEFT, the base model is a folder that scripts.export_hf wrote. For wq and wk, the rows of
+lora_b are reordered like the rows of the weights in formats/hugging_face.py.
 """
 
 from pathlib import Path

@@ -2,8 +2,8 @@
 
 SentencePiece repeatedly joins the two neighbours whose union has the best score, leftmost first.
 `tokenizers` joins the pair that comes first in its list of merges. `merges` sorts this list by the
-score of the union, so the ids are equal. Several pairs may form the same piece, but only one of
-them occurs: all earlier joins are inside the piece, so the text around it has no influence.
+score of the union, so the ids are equal. Several pairs may be listed for one piece, but every
+text forms the piece from the same pair, because all earlier joins are inside the piece.
 
 SentencePiece writes a space as U+2581. In the tokenizer.json a space stays a space. A literal
 U+2581 then has no piece and is spelled in bytes, as in data/tokenizer.py.

@@ -142,7 +142,7 @@ class Decoder:
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.device = model.tok_embeddings.weight.device
         self.forward = model if divided else prepare_for_generation(model, self.dtype).forward
-        # Launching kernels takes most of a step. A graph cannot contain the waits of experts.
+        # Launching kernels takes most of a step. No graph holds experts: they may wait for the GPU.
         self.recorded = self.device.type == "cuda" and not (divided or model.config.use_moe)
 
     @torch.inference_mode()
@@ -158,7 +158,7 @@ class Decoder:
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Append `tokens`, int64 (B, 1), to the cache. Return the fp32 logits of the next token,
-        (B, vocab_size), valid until the next step. Raises ValueError if a sequence is too long."""
+        (B, vocab_size), valid until the next step. Raises ValueError if the context is full."""
         cache.advance()
         # The first pass with a cache of this shape is not recorded: it loads what the kernels need.
         if self.recorded and cache.mask is not None and not cache.replay:

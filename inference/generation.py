@@ -107,7 +107,7 @@ class StreamedText(Continuation):
         self.deliver(piece, self.finish_reason)
 
     def fail(self, reason: str) -> None:
-        """End an unfinished text with finish_reason "error", or "closed" when the server ends."""
+        """End an unfinished text. `reason` is "error", or "closed" when the server ends."""
         if not self.finish_reason:
             self.finish_reason = reason
             self.deliver("", reason)

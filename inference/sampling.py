@@ -29,8 +29,8 @@ MEANINGS = {  # setting: help text of its flag
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings, applied in this order; see MEANINGS and LIMITS. Raises ValueError if a
-    value is out of its limits; the message begins with the setting's name."""
+    """Sampling settings, applied in the order of the fields; see MEANINGS and LIMITS. Raises
+    ValueError if a value is out of its limits; the message begins with the setting's name."""
 
     repetition_penalty: float = 1.0
     temperature: float = 0.8

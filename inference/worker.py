@@ -21,8 +21,8 @@ class Worker:
         self._thread.start()
 
     def submit(self, text: StreamedText) -> None:
-        """Queue a text. The worker's thread calls `text.deliver`. The finish reason "closed" is an
-        exception: the thread that calls `close`, or `submit` after `close`, delivers it."""
+        """Queue a text. The worker's thread calls `text.deliver`. Only the finish reason "closed"
+        comes from another thread: the one that calls `close`, or `submit` after `close`."""
         with self._changed:
             self._waiting = [t for t in self._waiting if not t.finish_reason] + [text]
             self._changed.notify()

@@ -62,7 +62,7 @@ def takes_grouped_heads(dtype: torch.dtype) -> bool:
     """Return True if the GPU kernels for this dtype accept fewer key/value heads than query heads.
 
     Only flash attention and cuDNN do. They do not support fp32, nor fp16 on old GPUs; PyTorch
-    would then silently compute all T × T scores. For fp16 this is False on every GPU."""
+    would then silently compute all T × T scores. The result for fp16 is False on every GPU."""
     return dtype == torch.bfloat16
 
 

@@ -1,7 +1,7 @@
 """Key/value cache: keep the keys and values of past tokens, so that each token is computed once.
 
-Dimension 0 of a stored tensor counts sequences, dimension 2 positions of a sequence. Prompts that
-are shorter than the longest are padded on the right; new tokens overwrite the padding.
+In a stored tensor, dimension 0 is the sequence and dimension 2 is the position. Prompts that are
+shorter than the longest are padded on the right; new tokens overwrite the padding.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from model.attention import fused_attention
 from model.config import LMConfig
 
-# A cache grows by this number of positions, because a full one may take gigabytes.
+# A new cache has a multiple of this number of positions: all of max_seq_len may take gigabytes.
 STRETCH = 64  # a multiple of 16: a GPU would copy a mask of another length
 
 
@@ -48,8 +48,8 @@ class LayerCache:
 
 
 class Cache:
-    """The cache of all blocks. It grows with its sequences, up to max_seq_len positions. `lengths`
-    counts each prompt's tokens. The first pass reads them. Call `advance` before later passes."""
+    """The cache of all blocks. A full cache doubles, up to max_seq_len positions. `lengths` counts
+    each prompt's tokens. The first pass reads the prompts. Call `advance` before later passes."""
 
     def __init__(
         self, config: LMConfig, lengths: list[int], dtype: torch.dtype, device: torch.device

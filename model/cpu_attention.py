@@ -39,8 +39,8 @@ def _blocks(seq_len: int, group: int) -> list[tuple[int, int]]:
 
 
 def _walk(flat: Tensor, rows: Tensor, seq_len: int) -> Iterator[tuple[slice, int, int, Tensor]]:
-    """Yield (slice of rows, start, end, weights) of each block.
-    The weights, (Z, rows of the block, end), are a view into flat."""
+    """Yield (slice of rows, start, end, weights) of each block. `flat` has room for the weights of
+    all blocks; the weights of a block, (Z, rows of the block, end), are a view into `flat`."""
     group = rows.shape[1] // seq_len
     used = 0
     for start, end in _blocks(seq_len, group):

@@ -3,7 +3,7 @@
 y = W x + (alpha / dim) · B A x. The rank is dim: A is (dim, in), and B is (out, dim). Source: Hu et
 al., https://arxiv.org/abs/2106.09685. Scaling and initial values are as in PEFT. B starts at zero,
 so at first the model computes the same as without adapters. DeepSpeed-Chat has the same flags
-except lora_alpha: it scales by 1 / dim.
+except lora_alpha; DeepSpeed-Chat's factor is 1 / dim.
 """
 
 import math
@@ -54,7 +54,7 @@ def add_lora(model: Transformer, lora: LoRA) -> Transformer:
 
     The weights of these layers are frozen. Experts are frozen too and get no adapters: in a block
     with experts, only attention is adapted. With only_lora, all other parameters are frozen too.
-    Raises ConfigError if `dim` is out of range, or if no layer or a tied output layer is chosen."""
+    Raises ConfigError for a wrong `dim`, if no layer is chosen, or if the tied output layer is."""
     module_name = lora.module_name
     if not 1 <= lora.dim <= model.config.dim:
         raise ConfigError(f"lora_dim must be from 1 to dim ({model.config.dim}), not {lora.dim}")

@@ -90,9 +90,9 @@ class TransformerBlock(nn.Module):
 
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
-    Its parameters have the names of Llama's own release. These parts are for training or
-    loading, all others are the plain model: the meta device, autocast, `recompute`, `lora`,
-    `flops_per_token`, and zero.Init in `_init_weights`."""
+    Its parameters have the names of Llama's own release. The meta device, autocast, `recompute`,
+    `lora`, `flops_per_token`, and zero.Init in `_init_weights` are only for training or loading.
+    All other parts are the plain model."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
 
@@ -201,9 +201,9 @@ class Transformer(nn.Module):
     def flops_per_token(self, seq_len: float) -> float:
         """Return the model FLOPs per token of forward and backward for sequences of seq_len tokens.
 
-        A trained parameter costs 6, a frozen one 4 (an expert only if the token uses it). Attention
-        adds 12·n_layers·n_heads·head_dim·seq_len, as if every position saw all others. An untied
-        input embedding is a lookup and does not count. Source: PaLM, appendix B,
+        A trained parameter costs 6, a frozen one 4. Experts that the token does not use cost 0.
+        Attention adds 12·n_layers·n_heads·head_dim·seq_len, as if every position saw all others.
+        An untied input embedding is a lookup and does not count. Source: PaLM, appendix B,
         https://arxiv.org/abs/2204.02311."""
         config = self.config
         counted = {id(p): p for p in self.parameters()}

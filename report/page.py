@@ -86,7 +86,7 @@ def charts(runs: dict[str, History]) -> list[Chart]:
 
 
 def losses(runs: dict[str, History]) -> list[Chart]:
-    """Return one chart of training and validation loss; for several runs, a chart of each."""
+    """Return one chart of training and validation loss; for several runs, a chart of each loss."""
     train, validation = _curves(LOSS, runs), _curves(VAL_LOSS, runs)
     if len(runs) > 1:
         return [replace(LOSS, curves=train), replace(VAL_LOSS, curves=validation)]
@@ -187,7 +187,7 @@ def _settings(runs: dict[str, History]) -> str:
 
 
 def _flat(settings: dict) -> dict[str, str]:
-    """Return settings.json as name → text. Groups are joined, and the command is left out."""
+    """Flatten settings.json to name → text, but keep "deepspeed" as one text. Drop "command"."""
     flat = {}
     for key, value in settings.items():
         if isinstance(value, dict) and key != "deepspeed":  # a group of settings

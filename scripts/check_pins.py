@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def unsatisfied(path: Path) -> list[str]:
-    """Return packages that are missing or have another version, also from included files."""
+    """Return the pins, also of included files, whose package is missing or has another version."""
     problems = []
     for line in path.read_text(encoding="utf-8").splitlines():
         line = line.partition("#")[0].strip()  # without comments

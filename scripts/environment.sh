@@ -21,7 +21,7 @@ if [ -z "$python" ]; then
   while [ -n "${CUDA_VISIBLE_DEVICES-all}" ] && [ ! -e .venv ] && IFS= read -r gpu && [ -n "$gpu" ]; do
     capability=${gpu##* }
     ((${gpu%%.*} >= 580)) && ((${capability/./} >= 75)) ||
-      fail "PyPI's PyTorch needs an NVIDIA driver from 580 on and compute capability from 7.5 on; a GPU here has ${gpu}. Update the driver, or first install the build for CUDA 12.6: $base -m venv .venv && .venv/bin/python -m pip install $(grep ^torch== requirements.txt) --index-url https://download.pytorch.org/whl/cu126; or train on the CPU: CUDA_VISIBLE_DEVICES= before the command"
+      fail "PyPI's PyTorch needs an NVIDIA driver from 580 on and compute capability from 7.5 on; a GPU here has driver ${gpu/, /, capability }. Update the driver, or first install the build for CUDA 12.6: $base -m venv .venv && .venv/bin/python -m pip install $(grep ^torch== requirements.txt) --index-url https://download.pytorch.org/whl/cu126; or train on the CPU: CUDA_VISIBLE_DEVICES= before the command"
   done <<<"$gpus"
   echo "installing the packages of $requirements into .venv, once (on Linux PyTorch includes several GB of CUDA)"
   "$base" -m venv .venv ||

@@ -2,7 +2,7 @@
 
 python -m scripts.export_gguf out/runs/NAME model.gguf --type q8_0
 
-llama.cpp computes the token ids of data.tokenizer, except that it reads U+2581 as a space.
+llama.cpp computes the same token ids as data.tokenizer, except that it reads U+2581 as a space.
 """
 
 from pathlib import Path

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument_group("plan").add_argument
     add("--num_processes", type=at_least_1, default=1, help="processes, one per GPU")
     add("--vocab_size", type=int, default=6400, help="vocabulary size of the tokenizer")
-    add("--gpu_memory", type=float, help="GiB of a GPU (default: this machine's)")
+    add("--gpu_memory", type=float, help="memory of a GPU in GiB (default: this machine's)")
     add("--device", help="name of the GPU, such as 'H100' (default: this machine's GPU)")
     add("--mfu", type=float, default=0.4, help="model FLOPs utilization, to estimate hours")
     add("--tokens", type=float, help="training tokens (default: by max_steps, or 20 per parameter)")

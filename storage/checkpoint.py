@@ -6,11 +6,11 @@ A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
                            name.momentum_buffer → Muon's momentum
     random.safetensors     per process: states of random generators, and sums for the next log line
-    state.json             step, AdamW's step, validation loss, loss scale, processes, compiled,
-                           model, adapters; "identity": settings that a resumed run must keep
+    state.json             step, AdamW's step, validation loss, loss scale, number of processes,
+                           if compiled, model, adapters; "identity": what a resumed run must keep
     manifest.json          size and SHA-256 of each file above
 
-Any engine that runs the optimizer, with any number of processes, can load a checkpoint.
+Every engine that supports the run's optimizer can load a checkpoint, with any number of processes.
 If a run has adapters, its initial weights are in its folder base/. No file contains code.
 """
 
@@ -138,7 +138,7 @@ def saved_lora(checkpoint: Path) -> LoRA | None:
 
 
 def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
-    """Return weights and adapters of a checkpoint by name. Raises ConfigError if it is damaged."""
+    """Return trained and frozen weights by name. Raises ConfigError if a file is unreadable."""
     trained = portable.load_tensors(checkpoint / WEIGHTS)
     return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
 

@@ -24,7 +24,7 @@ def newest_first(paths: Iterable[Path], program: str | None, path_in: Callable) 
 
 
 def program_of(run: RunFolder) -> str:
-    """Return the training program of a run. Settings of older runs name no program."""
+    """Return the training program of a run; PRETRAINING if its settings name none (older runs)."""
     return read_settings(run.settings).get("program", PRETRAINING)
 
 

@@ -25,7 +25,7 @@ class RunFolder:
         self.profile = path / "profile"  # traces of --profile
         self.weights = path / "weights"  # portable weights, written at the end of the run
         self.base = path / "base"  # the initial weights of a run with adapters
-        self.adapter = path / "adapter"  # the adapters without the base, in PEFT's format
+        self.adapter = path / "adapter"  # the trained weights of such a run, in PEFT's format
         self.loss_picture = path / "loss.png"  # loss curves
         self.report = path / "report.html"  # see report/page.py
         self.sample = path / "sample.txt"  # text of the finished model

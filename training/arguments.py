@@ -255,7 +255,7 @@ def build_parser(
     kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
 ) -> argparse.ArgumentParser:
     """Return a parser of a program's training flags (`only` limits these to some names) and of the
-    model's flags. The parser returns typed flags and local_rank; the dataclasses have defaults."""
+    model's flags. Parsing returns only the typed flags and local_rank, without defaults."""
     prog = f"python {kind.program}"
     parser = OneLineParser(prog=prog, description=kind.about, allow_abbrev=False)
     groups = {}

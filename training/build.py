@@ -26,7 +26,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
-    """Set torch's generators to a state from `random_state`, which may be from another device."""
+    """Set torch's generators to a state that `random_state` returned, maybe on another device."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -99,7 +99,7 @@ def prune(run: RunFolder, keep_last: int) -> None:
 
 
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: LossMeter) -> None:
-    """Load a checkpoint into the model, the optimizer, the log's `meter` and the random generators.
+    """Load model, optimizer, `meter` and, for the same number of processes, the random generators.
     Every process must call this. Raises UsageError or ConfigError if the files cannot be used."""
     rank, device = engine.accelerator.process_index, engine.accelerator.device
 

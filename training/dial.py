@@ -45,7 +45,7 @@ MOST_PASSES = 10  # over a text; with more passes a model only memorises it
 MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/encoding.py)
 MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # maximum share of the teacher's parameters, unless every shape has more
-CHAT_BATCH = 16  # conversations per process in a step, about; fewer in short runs
+CHAT_BATCH = 16  # about so many conversations per process in a step; fewer in short runs
 MEASURED_SECONDS = 1.5  # minimum time to measure; at least two steps
 # Measured steps save no checkpoint. They end by time, long before max_steps.
 QUIET = {"log_with": "none", "max_steps": 10**9, "save_interval": 0, "save_minutes": 0.0}
@@ -125,7 +125,7 @@ class Dial:
     """Choose the flags of a run that takes a given time.
 
     Args:
-        prepared: the run with the first shape that is valid, or with that of existing weights.
+        prepared: the run with the first valid shape, or with the shape of existing weights.
         deepspeed: DeepSpeed's configuration, if any.
         typed: the flags that the user typed, and the flags that preflight has added.
         preparing: seconds that preparing the text took.

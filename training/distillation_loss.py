@@ -30,11 +30,11 @@ def distillation_loss(
     `soft` T² times the divergence, `agreement` the share of targets where both argmaxes agree.
 
     Args:
-        logits: of the student, (B, seq_len, vocab_size or more), in any precision.
+        logits: the student's logits, (B, seq_len, vocab_size or more), in any precision.
         teacher_logits: (B, seq_len, vocab_size).
         targets: (B, seq_len) int64; a position with IGNORE_INDEX does not count.
         args: has alpha, temperature and kl: "forward" (KL(teacher || student)) or "reverse".
-        vocab_size: of the data; the soft loss leaves out student logits beyond this size.
+        vocab_size: the data's vocabulary size; the soft loss ignores student logits beyond it.
         compiled: whether to compile the computation, which halves its time.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])

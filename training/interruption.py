@@ -86,13 +86,13 @@ def python() -> str:
 
 
 def exit_rank() -> None:
-    """End a rank that has finished or printed its error, without Python's shutdown, in which gloo
-    may abort. The launcher then ends the other ranks before they print the same error."""
+    """End a rank that has finished or printed its error. Skip Python's shutdown, in which gloo may
+    abort. After an error the launcher thus ends the other ranks before they print it too."""
     error = sys.exc_info()[1]
     if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
         return
     for thread in threading.enumerate():
-        if thread.name == CHECKPOINT_WRITER:  # others would end only at Python's shutdown
+        if thread.name == CHECKPOINT_WRITER:  # os._exit would kill this thread
             thread.join()
     for output in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError):  # a closed stream, a full disk or a broken pipe

@@ -45,7 +45,7 @@ def launch() -> int:
 
 
 def become_program(args) -> None:
-    """Replace this process by a program of one process, which thereby gets all signals."""
+    """Replace the launcher's process by the only training process, which then gets all signals."""
     command, environ = accelerate_launch.prepare_simple_launcher_cmd_env(args)
     os.execvpe(command[0], command, environ)
 

@@ -34,8 +34,8 @@ BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 class LearningRate:
     """Learning rate as a function of the step, counted from 1. It has no state to restore.
 
-    The rate rises linearly to its peak at step `warmup_steps`. Then each schedule except "constant"
-    (and wsd with a decay_fraction of 0) lowers it to min_ratio * peak at the last step:
+    The rate rises linearly to its peak at step `warmup_steps`. With "constant", or with "wsd" and a
+    decay_fraction of 0, it stays there. Otherwise it falls to min_ratio * peak at the last step:
     - cosine: along half a cosine wave (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983);
     - linear: along a straight line;
     - wsd: along a straight line in the last decay_fraction of all steps; between the warm-up and
@@ -91,7 +91,7 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` after that. If
-    DeepSpeed's file has an "optimizer", return only the groups: DeepSpeed creates the optimizer."""
+    DeepSpeed's configuration has an "optimizer", DeepSpeed creates it: return a placeholder."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
     groups = parameter_groups(model, args.weight_decay, without=matrices)
@@ -220,7 +220,7 @@ def _updates_of(momentum: Tensor, weights: Tensor, start: int) -> Iterator[Updat
 
 
 def _batches(updates: list[Update]) -> Iterator[list[Update]]:
-    """Yield lists of updates of one shape, with at most BATCH_ELEMENTS elements or one matrix."""
+    """Yield lists of updates of one shape: up to BATCH_ELEMENTS elements, or one larger matrix."""
     by_shape = defaultdict(list)
     for update in updates:
         by_shape[update.matrix.shape].append(update)

@@ -77,7 +77,7 @@ def check_launch(
 
 
 def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[str, Any]:
-    """Return a resumed run's flags that are not in `flags` or `of_launch`; {} for a new run."""
+    """Return the flags that a resumed run takes over from its settings.json; {} for a new run."""
     if "resume" not in flags:
         return {}
     with redirect_stdout(io.StringIO()):  # `prepare` prints the same messages

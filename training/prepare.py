@@ -1,6 +1,6 @@
 """Find and check the weights, teacher, data and checkpoint of a run, before its model is built.
 
-The check before a launch (training/preflight.py) does the same in a single process.
+training/preflight.py also calls `prepare`, in a single process, to check a launch.
 """
 
 import shlex
@@ -36,7 +36,7 @@ OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
     *("num_workers", "teacher", "teacher_config", "time_limit"),
 }
-# Settings that may differ from the initial weights'. No weight's shape depends on max_seq_len.
+# Settings that may contradict the initial weights. No weight's shape depends on max_seq_len.
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
@@ -164,7 +164,7 @@ def prepared_data(
         folder, flags = args.data, ["--data", "builtin"]
     else:
         return args.data
-    flags += ["--out", folder, "--reuse"]  # accepts data with other settings too
+    flags += ["--out", folder, "--reuse"]  # --reuse accepts data with other settings
     command = [sys.executable, str(PREPARE_DATA), *flags]
     if subprocess.run(command, stdout=2).returncode:  # to stderr: preflight's stdout is for flags
         print(f"try: python -m scripts.prepare_data {shlex.join(flags)}", file=sys.stderr)

@@ -49,7 +49,7 @@ class Candidate:
     """A model that a run may train."""
 
     settings: dict[str, Any]  # flags of the model
-    parameters: int  # that compute a token
+    parameters: int  # that one token uses; fewer than all if there are experts
     flops: float  # model FLOPs per token, including the teacher's forward pass
     length: float  # mean tokens per sequence
     rows: int  # sequences per process in one micro-batch

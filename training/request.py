@@ -105,10 +105,10 @@ class Request:
         return words
 
     def data_flags(self) -> list[str]:
-        """Prepare text for pretraining; return the flags that name the data. The training program
-        prepares conversations: it knows the tokenizer. Raises UsageError if preparing fails."""
+        """Prepare text for pretraining; return the flags that name the data or the teacher. Raises
+        UsageError if preparing fails, or if --data is given with DATA or PREPARE_FLAGS."""
         named = any(word.partition("=")[0] == "--data" for word in self.flags)
-        if self.stage == "sft":
+        if self.stage == "sft":  # prepared by the training program, which knows the tokenizer
             return ["--conversations", self.get("CHAT", "builtin")]
         if self.stage == "distill":  # the teacher decides the data
             return ["--teacher", self.get("TEACHER", "auto")]

@@ -62,7 +62,7 @@ def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: 
     if not log.accelerator.is_main_process:  # other ranks wait at the next collective operation
         return
     decoder = Decoder(model, getattr(torch, prepared.args.dtype))
-    decoder.recorded = False  # while a graph is recorded, no other thread may use the GPU
+    decoder.recorded = False  # no CUDA graph: no other thread may use the GPU during a recording
     tokenizer = open_tokenizer(log.folder.path)  # not the tokenizer of --data, which may be newer
     with torch.compiler.set_stance("force_eager"):  # do not compile for new shapes
         prompt, text = prompt_and_continuation(decoder, tokenizer, prepared)

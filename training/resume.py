@@ -40,8 +40,8 @@ class StartingPoint:
 
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
-    """Find the run folder and, for --resume, its newest undamaged checkpoint, or the named
-    checkpoint. Raises UsageError if --resume PATH has none, or if the folder is another run's."""
+    """Find the run folder and, for --resume, its newest undamaged checkpoint or the named one.
+    Raises UsageError if --resume PATH has none, all are damaged, or the folder is another run's."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []
@@ -132,7 +132,7 @@ def resumed_arguments(
 
 
 def set_aside(start: StartingPoint) -> None:
-    """Rename final weights and checkpoints of later steps: the resumed run writes new ones."""
+    """Rename final weights, and checkpoints after `start.step`: the resumed run writes new ones."""
     run = start.folder
     old = [path for path in run.all_checkpoints() if step_of(path) > start.step]
     for path in [*old, run.weights]:

@@ -44,9 +44,9 @@ FIRST_SEGMENTATION_SHARE = 0.1
 
 
 def step_batches(prepared: Prepared, engine: Engine) -> Iterator[Iterable[MicroBatch]]:
-    """Yield the micro-batches of each step after the start. Every target of a global batch
-    (batch_size × accumulation_steps × processes) has the same weight in the gradient. Every process
-    must iterate."""
+    """Yield the micro-batches of each step after `prepared.start`. Every target of a global
+    batch (batch_size × accumulation_steps × processes) has the same weight in the gradient. Every
+    process must iterate."""
     args, train_set = prepared.args, prepared.train_set
     global_batch = args.global_batch(engine.processes)
     device = engine.accelerator.device
@@ -96,8 +96,8 @@ def step_batches(prepared: Prepared, engine: Engine) -> Iterator[Iterable[MicroB
 
 
 class Run:
-    """One training run. Creating it builds the model with random initial weights, or loads the
-    checkpoint of a resumed run. `name`, if any, is printed before each log line."""
+    """One training run. Creating it builds the model with random weights, and loads the checkpoint
+    of a resumed run; `start_run` loads --init_from. `name` is printed before each log line."""
 
     def __init__(self, prepared: Prepared, engine: Engine, stop: StopRequest, name: str = ""):
         self.prepared, self.engine, self.stop = prepared, engine, stop
@@ -137,7 +137,7 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set the learning rate of a step. DeepSpeed may update the weights already in backward."""
+        """Set a step's learning rate before backward: DeepSpeed may update the weights there."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step) * group.get("lr_factor", 1.0)  # Muon: own peak
         self.profiler.begin_step(step)
@@ -166,7 +166,7 @@ class Run:
         self, loss: Tensor, batch: MicroBatch, routing: Tensor | None = None, **parts: Tensor
     ) -> None:
         """Run the backward pass of a micro-batch and record its loss for the log. `loss` is the
-        mean over the targets that count; it is then divided by --accumulation_steps. `routing`
+        mean over the targets that count; the engine divides it by --accumulation_steps. `routing`
         of a model with experts adds the balancing loss to the gradient, but not to the logged loss.
         `parts` are detached means that are logged too."""
         self.profiler.phase("backward")
@@ -217,7 +217,7 @@ class Run:
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
-        # Reading the counter waits for the GPU. If the norm is on the GPU, it is read rarely.
+        # Reading the counter waits for the GPU. If the norm is there, read only every `most` steps.
         waits = getattr(grad_norm, "is_cuda", False)
         if self._is_time(step, most if waits else 1):
             bad = int(self.log.meter.worst_in_row)

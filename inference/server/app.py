@@ -172,7 +172,7 @@ class Reply:
         return JSONResponse(self._form("chat.completion", said, finish_reason) | usage(text))
 
     async def events(self, text: StreamedText, with_usage: bool) -> AsyncIterator[str]:
-        """Yield server-sent events: the role (chat only), each piece that is not empty, the end."""
+        """Yield server-sent events: role (chat only), non-empty pieces, the end or an error."""
         if self.chat:
             yield event(self._chunk(role="assistant", content=""))
         finish_reason = None

@@ -21,7 +21,7 @@ BY_DEFAULT = (
 BY_WIDTH = "stage3_param_persistence_threshold"
 ADAM_EPS = 1e-8
 # The next two tables: prefix of a section → keys of this section, separated by spaces.
-# KNOWN has all accepted keys of the listed sections. DeepSpeed checks the keys of all others.
+# KNOWN has all accepted keys of the listed sections. DeepSpeed checks the other sections.
 KNOWN = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
     "gradient_clipping gradient_allreduce_op gradient_predivide_factor prescale_gradients "
@@ -38,7 +38,7 @@ KNOWN = {
     "timers.": "throughput",
 }
 # Keys that are refused unless they are switched off: keys without effect here, old names that
-# Accelerate does not read, keys that round numbers more, and keys with state that checkpoints miss.
+# Accelerate does not read, keys that lower the precision, keys with state that checkpoints miss.
 REFUSED = {
     "": "activation_checkpointing autotuning checkpoint compile data_efficiency "
     "dataloader_drop_last hybrid_engine pipeline scheduler sequence_parallel_size "
@@ -105,7 +105,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
 
 
 def refuse_keys(config: dict) -> list[str]:
-    """Return a message for every problem of keys or stage; delete keys of REFUSED that are off."""
+    """Return a message for every problem of keys or stage; delete the keys of REFUSED."""
     problems = []
     aio = config.get("aio") or {}
     if "thread_count" in aio:  # an old name, which DeepSpeed's guides still use

@@ -1,4 +1,4 @@
-"""Describe the machine, such as its peak FLOP/s. Set the process's memory allocator and threads."""
+"""Describe the machine. Set the memory allocator and the number of threads of the process."""
 
 import ctypes
 import os

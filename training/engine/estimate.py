@@ -43,7 +43,7 @@ class Kind:
     parameters_on: str = GPU  # GPU; at stage 3 also CPU or NVME
     fp32_sums: bool = True  # True if gradients are summed in fp32
     reduce_bucket: int = 500_000_000  # elements of gradients that are exchanged at once
-    reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again within these elements
+    reuse_distance: int = 10**9  # ZeRO-3 keeps weights used again within so many elements
     coalesces: bool = False  # ZeRO-2 keeps whole gradients and reduces them once per step
 
     @property
@@ -219,7 +219,7 @@ def _activations(kind: Kind, work: Workload) -> float:
     block = 2 * norm + attention + scores + feed_forward
     kept = config.n_layers * block + norm  # with the final norm
     if work.args.gradient_checkpointing != "off":
-        inputs = 4 if work.on_cpu else 1  # on a CPU, freed memory between inputs stays unused
+        inputs = 4 if work.on_cpu else 1  # factor: on a CPU, freed gaps between inputs stay unused
         kept = inputs * config.n_layers * h * config.dim + block + norm
         if work.args.gradient_checkpointing == "selective" and not keeps_scores:
             kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)

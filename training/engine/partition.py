@@ -43,7 +43,7 @@ def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContext
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
     """Yield the partitions that this process updates. `zero` is DeepSpeed's optimizer. A partition
     on NVMe is in memory until the next partition is requested. Set `writes` to change partitions:
-    under ZeRO-3 this changes the model too, under ZeRO-1 and 2 it does not."""
+    under ZeRO-3 the new values are copied to the model, under ZeRO-1 and 2 they are not."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _of_zero_3(zero, rank, writes)
     else:

@@ -40,8 +40,8 @@ def catch_up(optimizer, step: int) -> None:
 
 
 class TrainingState:
-    """The weights and optimizer state of a model in training. `shapes`: its model without values.
-    Every process must call each method. Rank 0 gets whole tensors on its CPU, the others get {}."""
+    """Weights and optimizer state of a model in training. `shapes` is the model on the meta device.
+    Every process must call each method. `weights` and `moments` return {} except on rank 0."""
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer, shapes: Transformer):
         self.engine, self.accelerator, self.shapes = engine, engine.accelerator, shapes
@@ -107,7 +107,7 @@ class TrainingState:
     def load_weights(self, weights: dict, source: str) -> None:
         """Restore fp32 weights, trained and frozen. The weights of adapters may be missing.
         Raises ConfigError if names or shapes do not fit the model."""
-        if self.engine.divides_model:  # the model's own parameters have no shape
+        if self.engine.divides_model:  # the parameters of self.model are empty
             require_fit(self.shapes, weights, source)
             for name, parameter in self._frozen():
                 with gathered(parameter, writes=True):
