@@ -38,8 +38,7 @@ SHAREGPT = {"human": USER, "gpt": ASSISTANT}
 TOOLS = ("tool", "function", "function_call", "observation")
 LISTS = ("conversations", "messages")
 ANSWERS = ("chosen", "response", "completion")
-KEYS = (*LISTS, "prompt", *ANSWERS, "rejected", "instruction", "input", "output")
-KEYS += (SYSTEM, "history")
+KEYS = (*LISTS, "prompt", *ANSWERS, "instruction", "input", "output", SYSTEM)
 # Limits of signatures and summaries in the built-in conversations, in characters.
 LONGEST_SIGNATURE = 120
 SUMMARY_LENGTHS = range(20, 301)
@@ -65,7 +64,7 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
         return
     for path in files:
         if path.endswith(".parquet"):
-            for number, row in enumerate(parquet_rows(path, KEYS), 1):
+            for number, row in enumerate(parquet_rows(path, (*KEYS, "history")), 1):
                 yield Record(path, number, json.dumps(row, default=str).encode())
         else:
             yield from read_records([path])

@@ -63,7 +63,7 @@ FORMS = {
     "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ADDED[1]]),
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
     "rm-static's response": ({"prompt": RM_STATIC, "response": " 2"}, OF_RM_STATIC),
-    "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2"}, ADDED),
+    "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2", "history": []}, ADDED),
     "Alpaca without input": ({"instruction": "Add 1\n\n1", "input": "", "output": "2"}, ADDED),
 }
 
