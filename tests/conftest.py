@@ -27,8 +27,8 @@ from data.tokenizer import TOKENIZER_FILE, Tokenizer
 # step of a tiny model then takes a hundred times as long. This must be set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# A process that was started in the background or by nohup ignores some of these signals, and so do
-# its children. Tests send these signals to children.
+# A process that was started in the background or by nohup may ignore SIGHUP, SIGQUIT or SIGINT, and
+# so do its children. Tests send these signals to children.
 for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -206,7 +206,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def run(command: list[str], cwd: Path = REPOSITORY, **environ: str) -> Finished:
-    """Run a command in the repository, without a GPU and without a launcher's variables."""
+    """Run a command in the folder `cwd`, without a GPU and without a launcher's variables."""
     ended = subprocess.run(
         command,
         cwd=cwd,
@@ -361,7 +361,7 @@ class Trained:
         return load_file(self.checkpoint(step) / f"{file}.safetensors")
 
     def ends_as(self, other: "Trained", files=("weights", "optimizer", "random")) -> bool:
-        """Return True if the last checkpoints of both runs are equal to the bit."""
+        """Return True if these files of both runs' last checkpoints are equal to the bit."""
         names = [f"{file}.safetensors" for file in files]
         ours, theirs = self.checkpoint(), other.checkpoint()
         return all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in names)
@@ -388,7 +388,7 @@ def train_command(engine, processes: int, data: Path, path: Path, flags: str) ->
 def train(
     engine, processes: int, data: Path, path: Path, flags: str, start=run_warm, **environ: str
 ) -> Trained:
-    """Run `train_command` and return the run. `start=run` starts new processes, without forks."""
+    """Run `train_command` and return the run. With `start=run`, nothing runs in a warm fork."""
     ended = start(train_command(engine, processes, data, path, flags), **environ)
     assert ended.code == 0, ended.out
     return Trained(path, ended.out)

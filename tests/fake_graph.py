@@ -7,9 +7,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class FakeGraph(TorchDispatchMode):
-    """Recording runs no in-place operation, so no older tensor changes. A replay runs the recorded
-    operations on the same memory, without the Python code between them. Both are true of a real
-    graph. A real graph also refuses operations that wait for the GPU; this one does not."""
+    """Recording runs no in-place operation, so existing tensors do not change. A replay runs the
+    recorded operations on the same memory, without the Python code between them. Both are true of
+    a real graph. A real graph also refuses operations that wait for the GPU; this one does not."""
 
     def __init__(self):
         super().__init__()

@@ -24,7 +24,7 @@ class LiveServer:
 
     def __init__(self, name: str, tokenizer: Path, context: int, sampling: Sampling | None = None):
         self.tokenizer, self.model = Tokenizer(tokenizer), opinionated(VOCAB_SIZE, context)
-        self.model.output.weight.data[EOS_ID] = 0  # EOS has logit 0: it ends no greedy text
+        self.model.output.weight.data[EOS_ID] = 0  # EOS gets logit 0, never the highest
         self.worker = Worker(Decoder(self.model), together=16)
         served = Served(
             worker=self.worker,

@@ -21,7 +21,7 @@ def opinionated(vocab_size: int, seq_len: int) -> Transformer:
 
 
 def save_model(folder: Path, model: Transformer, tokenizer: Path) -> Path:
-    """Write portable weights, and the tokenizer of a folder; return the folder of the weights."""
+    """Write portable weights and a copy of the tokenizer into `folder`; return `folder`."""
     save_portable(folder, model.config, {name: p.data for name, p in model.named_parameters()})
     copy_tokenizer(tokenizer, folder)
     return folder

@@ -47,7 +47,7 @@ def test_the_flags_of_users_scripts_are_accepted():
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_outside_its_limits_is_refused_by_name(name):
+def test_a_wrong_number_is_refused_in_a_message_that_names_its_flag(name):
     wrong = ["x", "", "nan", "inf", "-inf", "-1"]
     wrong += [] if NUMBERS[name] in (float, float | None) else ["1.5", "1e3"]
     for value in wrong:

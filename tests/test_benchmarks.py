@@ -221,7 +221,7 @@ def test_an_incomplete_last_row_is_left_out(tmp_path):
     assert read_rows(path) == [("note", {"text": "first"})]
 
 
-def test_the_report_compares_the_turns_of_a_part(tmp_path):
+def test_the_report_compares_only_turns_of_the_same_part(tmp_path):
     rows = [("note", {"text": "an H100"})]
     for part, speed in (("104m × 1", 100.0), ("transformers", 50.0)):
         rows.append(("part", {"part": part, "result": "running", "seconds": 0, "note": ""}))

@@ -53,7 +53,7 @@ def test_conversations_have_the_ids_of_transformers_template(tokenizer, tmp_path
         messages, (ids, _) = [t._asdict() for t in turns], encode_conversation(tokenizer, turns)
         assert exported.apply_chat_template(messages, return_dict=False) == ids, turns
         markers = [id for id in ids if id in (tokenizer.bos_id, tokenizer.eos_id)]
-        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * len(turns)  # no content gives one
+        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * len(turns)  # contents add none
         options = {"add_generation_prompt": True, "return_dict": False}
         theirs = exported.apply_chat_template(messages, **options)
         assert theirs == encode_chat_prompt(tokenizer, turns), turns

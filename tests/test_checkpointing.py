@@ -44,13 +44,8 @@ def run(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-@pytest.fixture(autouse=True)
-def no_other_processes(monkeypatch):
-    """Lets the test be any rank of any number of processes without waiting for the others."""
-    monkeypatch.setattr(checkpointing, "on_main_process", lambda engine, decide: decide())
-
-
 def engine_of(processes: int = 1, rank: int = 0) -> Engine:
+    """Return the engine of one rank. It has no `cpu_group`, so it never waits for other ranks."""
     accelerator = SimpleNamespace(
         is_main_process=rank == 0,
         num_processes=processes,
@@ -238,7 +233,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(ru
     assert damage(run.checkpoint(3)) is None
 
 
-def test_models_that_train_together_prune_when_all_have_saved_a_step(run, tmp_path, monkeypatch):
+def test_models_trained_together_prune_when_all_saved_the_same_step(run, tmp_path, monkeypatch):
     other = RunFolder(tmp_path / "other")
     group = [checkpointer_of(run), checkpointer_of(other)]
     for each in group:
@@ -257,17 +252,17 @@ def test_models_that_train_together_prune_when_all_have_saved_a_step(run, tmp_pa
     assert (steps_of(run), steps_of(other)) == ([3], [3])
 
 
-FOREIGN = {
+WRONG = {
     "state.json": b'{"step": 1}',
     "weights.safetensors": b"",
     "random.safetensors": b"0" * 99,
 }
 
 
-@pytest.mark.parametrize("file", FOREIGN)
+@pytest.mark.parametrize("file", WRONG)
 def test_a_checkpoint_file_with_wrong_contents_is_refused_in_one_line(run, file):
     save(run, 1)
-    (run.checkpoint(1) / file).write_bytes(FOREIGN[file])
+    (run.checkpoint(1) / file).write_bytes(WRONG[file])
     with pytest.raises((UsageError, ConfigError), match="step-00000001") as error:
         load(run, 1)
     assert "\n" not in str(error.value)

@@ -53,7 +53,7 @@ def test_if_compiling_does_not_work_auto_says_why_and_on_is_an_error(engine, rea
         why_not_compile("on", None, LONG, engine)
 
 
-def test_zero_3_is_compiled_only_with_the_flag_on(accelerator, reason):
+def test_zero_3_is_compiled_only_with_compile_on(accelerator, reason):
     zero_3 = Engine(accelerator, "ZeRO-3", {"zero_optimization": {"stage": 3}})
     assert "ZeRO-3" in why_not_compile("auto", True, LONG, zero_3)
     assert why_not_compile("on", True, LONG, zero_3) is None
@@ -82,7 +82,7 @@ def test_ddp_does_not_split_the_graphs_of_compiled_blocks(monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("use_moe", [False, True])
-def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32(use_moe):
+def test_compiled_blocks_give_the_loss_and_gradients_of_plain_uncompiled_blocks(use_moe):
     # CPU attention computes the 70 positions in blocks of 64 and 6.
     shape = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70}
     results, tokens = [], torch.randint(0, 50, (2, 71))

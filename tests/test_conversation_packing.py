@@ -37,7 +37,7 @@ def write(path: Path, conversations=CONVERSATIONS, key="messages") -> Path:
 
 @pytest.fixture
 def pack(packed, tmp_path):
-    """Prepares a file of conversations with the small corpus's tokenizer; returns the output."""
+    """Prepares a file of conversations with the small corpus's tokenizer; returns the folder."""
 
     def prepare_them(path: Path, name="out", **changes) -> Path:
         settings = {"vocab_size": None, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}
@@ -101,7 +101,7 @@ def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_
     assert part["bytes"] == sum(len(text.encode()) for text in said)
 
 
-def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_path, monkeypatch):
+def test_the_key_of_turns_and_the_number_of_workers_change_no_shard(pack, tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
     folder = pack(write(tmp_path / "a.jsonl"), "one")
     train, val = split_indices(folder)

@@ -22,8 +22,8 @@ VOCAB_SIZE = 500
 
 
 def conversation(turns: list[tuple[int, int]], first: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens that count up, and the span of each answer. A turn is (tokens before the
-    answer, tokens of the answer)."""
+    """Return tokens that count up from `first`, and the span of each answer. A turn is (number of
+    tokens before its answer, number of tokens of its answer)."""
     spans, end = [], 0
     for before, said in turns:
         spans.append((end + before, end + before + said))
@@ -172,5 +172,5 @@ def test_damaged_answers_are_refused_in_one_line(tmp_path, damage):
     path.unlink()
     if damage in damaged:
         path.write_bytes(np.ascontiguousarray(damaged[damage]).tobytes())
-    with pytest.raises(UsageError, match=re.escape(str(folder)) + ".*prepare the data again"):
+    with pytest.raises(UsageError, match=f"^{re.escape(str(folder))}.*prepare the data again.*$"):
         ConversationSet(folder, "train", 40)

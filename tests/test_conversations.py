@@ -19,7 +19,7 @@ OF_RM_STATIC = [
     *(Turn("user", "Hi there"), Turn("assistant", "Hello.\nYes?")),
     *(Turn("user", "1 + 1?"), Turn("assistant", "2")),
 ]
-ADDED = [Turn("user", "Add 1\n\n1"), Turn("assistant", "2")]
+ADDITION = [Turn("user", "Add 1\n\n1"), Turn("assistant", "2")]
 SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
 FROM_VALUE = [{"from": SHAREGPT[turn.role], "value": turn.content} for turn in TURNS]
 PARTS = [{"type": "text", "text": " 1 + "}, {"type": "text", "text": "1?\n", "index": None}]
@@ -30,7 +30,7 @@ FORMS = {
     "MiniMind": ({"conversations": DICTS}, TURNS),
     "OpenAI": ({"messages": DICTS, "prompt": "not this"}, TURNS),
     "ShareGPT": ({"id": "QWJhYvA_0", "conversations": FROM_VALUE}, TURNS),
-    "ShareGPT in messages, by other names": (
+    "ShareGPT's keys in messages, with OpenAI's roles": (
         {"messages": [{"from": turn.role, "value": turn.content} for turn in TURNS], "tools": None},
         TURNS,
     ),
@@ -55,16 +55,16 @@ FORMS = {
         {"prompt": LONGER, "chosen": [FOUR], "rejected": [FOUR | {"content": "5"}]},
         [*OF_LONGER, Turn("assistant", "4")],
     ),
-    "TRL's texts": ({"prompt": "Add 1\n\n1", "completion": "2"}, ADDED),
-    "an answer without weight": (
+    "TRL's texts": ({"prompt": "Add 1\n\n1", "completion": "2"}, ADDITION),
+    "an answer with weight 0": (
         {"messages": [DICTS[1], DICTS[2] | {"weight": 0}, *DICTS[1:]]},
         [TURNS[1], Turn("assistant", " 2 ", has_weight=False), *TURNS[1:]],
     ),
-    "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ADDED[1]]),
+    "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ADDITION[1]]),
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
     "rm-static's response": ({"prompt": RM_STATIC, "response": " 2"}, OF_RM_STATIC),
-    "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2", "history": []}, ADDED),
-    "Alpaca without input": ({"instruction": "Add 1\n\n1", "input": "", "output": "2"}, ADDED),
+    "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2", "history": []}, ADDITION),
+    "Alpaca without input": ({"instruction": "Add 1\n\n1", "input": "", "output": "2"}, ADDITION),
 }
 
 
@@ -101,7 +101,7 @@ WRONG = {
     ),
     "an unknown role": (messages("user", "robot"), "turn 2 has the role 'robot' instead of"),
     "a role that is a list": ({"messages": [{"role": [], "content": ""}]}, "expected a list of"),
-    "a system later": (messages("user", "system"), "turn 2 has the role 'system' instead of"),
+    "a system message later": (messages("user", "system"), "turn 2 has the role 'system' instead"),
     "a weight of a half": ({"messages": [DICTS[0] | {"weight": 0.5}]}, '"weight": 0 or 1'),
     "no answer that counts": (
         {"messages": [*DICTS[:2], DICTS[2] | {"weight": 0}]},
@@ -127,7 +127,7 @@ def test_an_invalid_conversation_is_refused_in_one_line_with_its_place(value, re
     assert "\n" not in str(error.value)
 
 
-def read(path: Path) -> list[tuple[str, list[Turn]]]:
+def read(path: Path | str) -> list[tuple[str, list[Turn]]]:
     """Return the place of every conversation, relative to `path`, and its turns."""
     return [
         (record.place.removeprefix(f"{path}/"), parse_conversation(load_json(record), record.place))
@@ -154,7 +154,7 @@ def test_a_folder_may_hold_jsonl_compressed_jsonl_and_parquet(tmp_path):
     others = ["d2.parquet, row 1", "d3.parquet, row 1"]
     assert read(tmp_path) == [
         *((place, TURNS) for place in places),
-        ("d.parquet, row 1", ADDED),
+        ("d.parquet, row 1", ADDITION),
         *((place, TURNS) for place in others),
     ]
 
@@ -220,14 +220,14 @@ def test_the_builtin_conversations_ask_once_about_each_suitable_docstring(tmp_pa
     }
     assert len(answers) == len(signatures)
     for signature, (kind, summary) in signatures.items():
-        there = answers.get(f"What does `{signature}` do?") == summary
-        back = answers.get(f"Which {kind} does this: {summary}") == f"`{signature}`"
-        assert there != back
+        has_summary = answers.get(f"What does `{signature}` do?") == summary
+        has_signature = answers.get(f"Which {kind} does this: {summary}") == f"`{signature}`"
+        assert has_summary != has_signature
 
 
 def test_the_builtin_conversations_are_a_few_thousand_and_all_different():
     found = [turns for _, turns in read("builtin")]
     assert 3000 < len(found) < 10_000
-    there = sum(question.content.startswith("What does `") for question, _ in found)
-    assert there == pytest.approx(len(found) / 2, rel=0.1)
+    ask_for_summary = sum(question.content.startswith("What does `") for question, _ in found)
+    assert ask_for_summary == pytest.approx(len(found) / 2, rel=0.1)
     assert len({answer.content for _, answer in found}) == len(found)

@@ -28,7 +28,7 @@ def texts(source, column: str = "text") -> list[str]:
 
 
 def one_line(path: Path, column: str = "text") -> str:
-    """Read the documents of `path`, which must raise UsageError; return its message, one line."""
+    """Read the documents of `path`. This must raise UsageError; return its message, one line."""
     with pytest.raises(UsageError) as error:
         texts(path, column)
     assert str(error.value).startswith(str(path))
@@ -116,7 +116,7 @@ def test_a_missing_column_is_an_error_that_lists_the_columns(tmp_path, column):
 
 
 BAD = {
-    "no JSON": (b"{text: 1}", "not JSON"),
+    "not JSON": (b"{text: 1}", "not JSON"),
     "an object over many lines": (b"{\n", "one object per line (Expecting"),
     "an array over many lines": (b"[\n", "one object per line (Expecting"),
     "an array on one line": (b'[{"text": "a"}]', "one object per line (this line is a list)"),
@@ -127,7 +127,7 @@ BAD = {
     "invalid UTF-8": (b'{"text": "a\xff"}', "not valid UTF-8"),
     "lone surrogate": (b'{"text": "a\\ud800b"}', "must be a valid string, not 'a\\ud800b'"),
     "null": ({"text": ["good", None, "good"]}, "has no text"),
-    "no UTF-8 in a table": ({"text": [b"good", b"x\xff", b"good"]}, "not valid UTF-8"),
+    "invalid UTF-8 in a table": ({"text": [b"good", b"x\xff", b"good"]}, "not valid UTF-8"),
     "too few fields": ([["id", "text"], [1, "good"], [2], [3, "good"]], "too few fields"),
 }
 
@@ -243,7 +243,7 @@ LONG_TEXTS = {
     "one line that is a character too long": "a" * SECTION_BYTES + "é",
     "exactly one section": "a" * SECTION_BYTES,
     "uneven lines": uneven_lines(),
-    "a short first line and one long": "\n" + BOM + "a" * 200_000,
+    "a long second line that begins with a byte order mark": "\n" + BOM + "a" * 200_000,
 }
 
 

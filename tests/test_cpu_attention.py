@@ -62,7 +62,7 @@ def test_output_and_gradients_equal_those_of_the_formula(shape, dtype, tolerance
 
 def test_gradients_pass_the_numerical_check():
     qkv = [x.double().requires_grad_() for x in heads((1, 67, 2, 1, 4))[:3]]
-    # Fails if the operation rounds float64 sums to fp32.
+    # The check fails if the operation rounds float64 sums to fp32.
     assert torch.autograd.gradcheck(row_block_attention, qkv, fast_mode=True)
 
 
@@ -73,7 +73,7 @@ def test_the_operations_are_registered_as_torch_requires():
     torch.library.opcheck(torch.ops.small_lm.row_block_attention.default, (rows, k, v))
 
 
-def test_fast_attention_on_a_cpu_is_row_block_attention_or_plain_attention_with_dropout():
+def test_fast_attention_on_a_cpu_is_plain_with_dropout_and_in_row_blocks_without():
     q, k, v, _ = heads((2, 70, 4, 2, 8))
     assert torch.equal(fast_attention(q, k, v, 0.0), row_block_attention(q, k, v))
     results = []

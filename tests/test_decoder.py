@@ -61,7 +61,7 @@ def test_cached_logits_equal_those_of_the_whole_sequence(shape):
 
 
 def logits_of_a_batch(decoder: Decoder, lengths: tuple[int, int]) -> torch.Tensor:
-    """Return the logits of all steps. Sequences swap and join; with (40, 9) the cache grows."""
+    """Return all logits. Two sequences swap; later a third joins. With (40, 9) the cache grows."""
     cache, logits = decoder.read(ids(*lengths))
     tokens = torch.tensor(ids(*[3] * 100)).T
     rows = [*logits.clone()]
@@ -82,7 +82,7 @@ def test_recorded_steps_give_the_logits_of_separate_launches(monkeypatch, length
     assert graphs == []
     decoder.recorded = True
     torch.testing.assert_close(logits_of_a_batch(decoder, lengths), expected, rtol=0, atol=2e-6)
-    assert len(graphs) == 3 + (lengths == (40, 9))  # first, after `keep`, `append` and growth
+    assert len(graphs) == 3 + (lengths == (40, 9))  # at first; after `keep`, `append` and growth
     assert sum(graph.replays for graph in graphs) > 90
 
 

@@ -9,17 +9,17 @@ from torch.utils import cpp_extension
 from common.errors import UsageError
 from training.engine.deepspeed_setup import load_operation, needed_operations
 
-CPU_ONLY, ON_NVME = ({"offload_optimizer": {"device": device}} for device in ("cpu", "nvme"))
+ON_CPU, ON_NVME = ({"offload_optimizer": {"device": device}} for device in ("cpu", "nvme"))
 
 
 @pytest.mark.parametrize(
     ("config", "needed"),
     [
         ({"optimizer": {"params": {}}, "zero_optimization": {}}, ["FusedAdamBuilder"]),
-        ({"optimizer": {"params": {}}, "zero_optimization": CPU_ONLY}, ["CPUAdamBuilder"]),
-        ({"optimizer": {"params": {"torch_adam": True}}, "zero_optimization": CPU_ONLY}, []),
-        ({"zero_optimization": CPU_ONLY}, ["CPUAdamBuilder"]),  # Accelerate uses DeepSpeed's Adam
-        ({"zero_optimization": CPU_ONLY, "zero_force_ds_cpu_optimizer": False}, []),
+        ({"optimizer": {"params": {}}, "zero_optimization": ON_CPU}, ["CPUAdamBuilder"]),
+        ({"optimizer": {"params": {"torch_adam": True}}, "zero_optimization": ON_CPU}, []),
+        ({"zero_optimization": ON_CPU}, ["CPUAdamBuilder"]),  # Accelerate uses DeepSpeed's Adam
+        ({"zero_optimization": ON_CPU, "zero_force_ds_cpu_optimizer": False}, []),
         (
             {"optimizer": {"params": {"torch_adam": True}}, "zero_optimization": ON_NVME},
             ["PinMemoryBuilder", "AsyncIOBuilder"],
@@ -36,7 +36,7 @@ def test_compiling_an_operation_is_announced_and_a_failure_is_one_line(
     from deepspeed.ops import op_builder
 
     def fail():
-        raise RuntimeError("no header\nand a page of the compiler's")
+        raise RuntimeError("no header\nand a page of compiler output")
 
     builder = SimpleNamespace(name="cpu_adam", load=lambda: None)
     monkeypatch.setattr(op_builder, "CPUAdamBuilder", lambda: builder)

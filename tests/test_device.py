@@ -27,7 +27,7 @@ from training.engine.device import (
 )
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-CPU, GPU = torch.device("cpu"), torch.device("meta")  # the code only asks if it is a CPU
+CPU, GPU = torch.device("cpu"), torch.device("meta")  # attention_kernel treats meta as a GPU
 CONFIG = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 32}
 
 
@@ -121,7 +121,7 @@ def test_the_attention_kernel_is_looked_up_for_the_tensors_of_training(monkeypat
         given[q.dtype] = (q.shape, k.shape, v.shape, q.requires_grad, options)
         return int(SDPBackend.MATH.value if q.dtype == torch.float32 else 1)
 
-    assert attention_kernel(LMConfig(**CONFIG), torch.float32, GPU)  # PyTorch's own answer
+    assert attention_kernel(LMConfig(**CONFIG), torch.float32, GPU)  # PyTorch accepts the call
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     flash, all_scores = (
         attention_kernel(LMConfig(**CONFIG), dtype, GPU) for dtype in (torch.bfloat16, torch.float)
@@ -168,7 +168,7 @@ def test_every_control_group_above_the_process_can_limit_its_memory(tmp_path, mo
         ({"LOCAL_WORLD_SIZE": "8"}, {}, 1),
         ({"OMP_NUM_THREADS": "3"}, {}, None),  # the user's choice
         ({"TORCHELASTIC_RUN_ID": "x", **ONE_THREAD}, ONE_THREAD, None),
-        ({"LOCAL_WORLD_SIZE": "1", **ONE_THREAD}, {}, None),  # --deepspeed without a launcher
+        ({"LOCAL_WORLD_SIZE": "1", **ONE_THREAD}, {}, None),  # the user's choice: no launcher
     ],
 )
 def test_processes_divide_the_cores_unless_the_user_sets_the_number_of_threads(

@@ -65,7 +65,7 @@ def test_the_state_of_each_engine_has_the_bytes_of_its_formula(
     found, n = estimate(KINDS[engine], work), work.shapes.num_parameters()
     assert found.held == pytest.approx(per_parameter * n, abs=1)
     assert found.nvme == pytest.approx(on_nvme * n, abs=1)
-    buffers = 2 * 5 * 50_000_000 if engine == "zero_infinity" else 0
+    buffers = 2 * 5 * 50_000_000 if engine == "zero_infinity" else 0  # 5 buffers, 16 bits
     assert found.ram == pytest.approx(in_ram * n + buffers, abs=1)
 
 
@@ -87,9 +87,9 @@ def test_muon_and_adapters_need_less_memory_and_a_teacher_needs_more():
     assert whole.held - estimate(DDP, plain).held == 2 * plain.shapes.num_parameters()
     zero3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     alone = workload(processes=2)
-    on_gpu = replace(alone, teacher=plain.shapes, teacher_config=zero3)
-    assert estimate(DDP, on_gpu).held == estimate(DDP, alone).held
-    assert estimate(DDP, on_gpu).ram == plain.shapes.num_parameters()
+    offloaded = replace(alone, teacher=plain.shapes, teacher_config=zero3)
+    assert estimate(DDP, offloaded).held == estimate(DDP, alone).held
+    assert estimate(DDP, offloaded).ram == plain.shapes.num_parameters()  # 2 bytes / 2 processes
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_compiling_recomputing_and_chunks_of_logits_lower_the_estimate():
         return estimate(DDP, workload(**changes)).working
 
     assert working(compiled=True) < working()
-    parts = [working(gradient_checkpointing=how) for how in ("blocks", "selective", "off")]
-    assert parts == sorted(set(parts))
+    sizes = [working(gradient_checkpointing=how) for how in ("blocks", "selective", "off")]
+    assert sizes == sorted(set(sizes))
     many = {"vocab_size": 1 << 17, "n_layers": 1}
-    assert 12 * 2**28 < working(shape=many, batch_size=32) < 1.2 * 12 * 2**28  # 12 bytes × 2**28
+    assert 12 * 2**28 < working(shape=many, batch_size=32) < 1.2 * 12 * 2**28  # of 2**29 logits
     on_cpu = working(shape=many, batch_size=16, device=CPU)
     assert on_cpu < 2 * 12 * 2**25  # 12 bytes × 2**25 of the 2**28 logits
 
@@ -151,7 +151,7 @@ def test_the_bytes_sent_equal_a_count_by_hand():
     assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)
     once = estimate(replace(KINDS["zero2"], coalesces=True), work).sent / (3 / 4 * n)
     assert once == pytest.approx(2 * (2 + 1), rel=1e-3)
-    # In zero3.json these weights stay gathered until backward; in zero_infinity.json they do not.
+    # zero3.json keeps the weights of a small model gathered until backward; zero_infinity does not.
     assert sent["zero3"] == pytest.approx(2 * 3 * (1 + 1), rel=1e-3)
     assert sent["zero_infinity"] == pytest.approx(2 * 3 * (1 + 2), rel=1e-3)
 

@@ -33,7 +33,7 @@ TURNS = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"
 
 
 @pytest.fixture(scope="module")
-def trained_run(packed, tmp_path_factory) -> Path:
+def run_folder(packed, tmp_path_factory) -> Path:
     """A run folder with only settings.json and the weights of a model that was never trained."""
     run = tmp_path_factory.mktemp("runs") / "mine"
     save_model(run / "weights", opinionated(VOCAB_SIZE, SEQ_LEN), packed)
@@ -43,10 +43,10 @@ def trained_run(packed, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def evaluate(accelerator, trained_run, tmp_path, capsys):
+def evaluate(accelerator, run_folder, tmp_path, capsys):
     """Runs the command; returns what it printed and the contents of its JSON file."""
 
-    def evaluate(*flags: str | Path | int, runs: tuple[Path, ...] = (trained_run,)):
+    def evaluate(*flags: str | Path | int, runs: tuple[Path, ...] = (run_folder,)):
         AcceleratorState._reset_state(reset_partial_state=True)
         written = tmp_path / "result.json"
         scripts.evaluate.main([*map(str, (*runs, "--device", "cpu", "--json", written, *flags))])
@@ -56,10 +56,10 @@ def evaluate(accelerator, trained_run, tmp_path, capsys):
 
 
 @pytest.fixture
-def refused(accelerator, trained_run, refusal):
+def refused(accelerator, run_folder, refusal):
     """Runs the command, which must fail; returns its error line."""
 
-    def refused(*flags: str | Path | int, run: Path = trained_run) -> str:
+    def refused(*flags: str | Path | int, run: Path = run_folder) -> str:
         AcceleratorState._reset_state(reset_partial_state=True)
         return refusal(scripts.evaluate, run, "--device", "cpu", *flags)
 
@@ -77,7 +77,7 @@ def value(result: dict, name: str) -> float:
 
 @pytest.mark.parametrize("limit", [0, 7])
 def test_without_data_the_validation_split_of_the_run_is_scored(
-    evaluate, accelerator, packed, trained_run, limit
+    evaluate, accelerator, packed, run_folder, limit
 ):
     dataset = PackedDataset(packed, "val", SEQ_LEN)
     loader = validation_loader(dataset, 8, limit, accelerator)
@@ -88,7 +88,7 @@ def test_without_data_the_validation_split_of_the_run_is_scored(
         assert value(result, name) == pytest.approx(loop[name], rel=1e-6)
     samples = limit or len(dataset)
     expected = {
-        **{"model": str(trained_run / "weights"), "data": str(packed), "task": "packed"},
+        **{"model": str(run_folder / "weights"), "data": str(packed), "task": "packed"},
         **{"split": "val", "sequences": samples, "tokens": samples * SEQ_LEN, "limit": limit},
         **{"batch_size": 3, "dtype": "float32", "processes": 1, "max_seq_len": SEQ_LEN},
     }
@@ -118,7 +118,7 @@ def test_a_folder_of_text_is_scored_with_the_named_column(evaluate, tmp_path):
 
 
 def test_questions_are_scored_with_the_delimiter_or_the_chat_template(
-    evaluate, refused, trained_run, tmp_path
+    evaluate, refused, run_folder, tmp_path
 ):
     path = write_lines(tmp_path / "q.jsonl", QUESTIONS)
     out, result = evaluate("--data", path)
@@ -126,7 +126,7 @@ def test_questions_are_scored_with_the_delimiter_or_the_chat_template(
     assert (result["template"], result["delimiter"]) == (False, " ")
     assert "scored: 3 questions, 1 truncated" in out
     assert "chance: 44.44%  with random answers" in out
-    chats = shutil.copytree(trained_run / "weights", tmp_path / "chats")
+    chats = shutil.copytree(run_folder / "weights", tmp_path / "chats")
     (chats / "chat_template.jinja").write_text("{{ messages }}")
     chat = evaluate("--data", path, runs=(chats,))[1]
     plain = evaluate("--data", path, "--no-template", runs=(chats,))[1]
@@ -151,11 +151,11 @@ def test_prepared_conversations_and_their_source_file_give_the_same_loss(
 
 
 def test_several_models_are_scored_on_the_same_first_documents(
-    evaluate, trained_run, corpus, tmp_path
+    evaluate, run_folder, corpus, tmp_path
 ):
-    other = shutil.copytree(trained_run / "weights", tmp_path / "other")
-    out, results = evaluate("--data", corpus, "--limit", 20, runs=(trained_run, other))
-    names = [str(trained_run / "weights"), str(other)]
+    other = shutil.copytree(run_folder / "weights", tmp_path / "other")
+    out, results = evaluate("--data", corpus, "--limit", 20, runs=(run_folder, other))
+    names = [str(run_folder / "weights"), str(other)]
     assert [result["model"] for result in results] == names
     assert [line.split()[1] for line in out.splitlines() if "model:" in line] == names
     assert results[0]["metrics"] == results[1]["metrics"]

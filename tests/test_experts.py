@@ -88,19 +88,19 @@ def test_the_balancing_loss_is_one_for_an_even_load_and_independent_of_how_a_bat
     torch.testing.assert_close(weighted / counts.sum(), whole)
 
 
-def test_only_the_chosen_experts_count_as_active():
+def test_only_the_chosen_and_the_shared_experts_count_as_active():
     shape = MOE | {"num_experts_per_tok": 2, "n_shared_experts": 1}
     model = transformer(**shape)
     expert = 3 * 24 * 32  # parameters
     inactive = 2 * 2 * expert  # in two layers, two of five experts
     assert model.num_parameters() - model.num_parameters(active=True) == inactive
-    attention = 12 * 2 * 4 * 8 * 40
+    attention = 12 * 2 * 4 * 8 * 40  # 12 · layers · heads · head_dim · tokens
     assert model.flops_per_token(40) == 6 * model.num_parameters(active=True) + attention
 
 
-def test_wrong_settings_of_experts_are_refused():
+def test_a_dense_config_stores_no_settings_of_experts_and_wrong_ones_are_refused():
     assert LMConfig(**SHAPE | {"use_moe": True}).moe_hidden_dim == 64
-    assert "use_moe" not in LMConfig().to_dict() | LMConfig().shape()
+    assert not MOE.keys() & (LMConfig().to_dict() | LMConfig().shape()).keys()
     for values, said in (
         ({"n_routed_experts": 8}, "n_routed_experts needs experts: set use_moe too"),
         (MOE | {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is larger than"),

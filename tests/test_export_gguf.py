@@ -153,12 +153,12 @@ def test_q8_0_changes_no_weight_by_more_than_about_half_a_step(weights):
         if types(quantized)[name] == "Q8_0":
             blocks = exact[name].reshape(-1, 32)
             step = np.abs(blocks).max(axis=1, keepdims=True) / 127
-            # 0.5 by rounding to a step, and up to 0.06 because the step is stored in fp16.
+            # Rounding the weight adds up to 0.5 steps, rounding the step to fp16 up to 0.062.
             assert (np.abs(values.reshape(-1, 32) - blocks) < 0.57 * step).all()
             assert not np.array_equal(values, exact[name])
 
 
-def test_rows_and_tokenizers_that_gguf_cannot_store_are_refused(weights, refusal):
+def test_rows_that_q8_0_cannot_store_and_tokenizers_other_than_bpe_are_refused(weights, refusal):
     folder = weights(hidden_dim=150)
     line = refusal(export_gguf, folder, folder.parent / "model.gguf", "--type", "q8_0")
     assert line.endswith("rows of 150 numbers, q8_0 needs a multiple of 32: pass --type f16")
@@ -194,7 +194,7 @@ def test_an_existing_file_is_kept_and_a_failed_write_leaves_no_file(weights, sma
     assert list(disk.iterdir()) == []
 
 
-def test_the_file_of_a_chat_model_has_its_template(weights):
+def test_the_file_of_a_chat_model_has_the_template_without_escapes(weights):
     folder = weights()
     assert export(folder).get_field("tokenizer.chat_template") is None
     (folder / TEMPLATE_FILE).touch()

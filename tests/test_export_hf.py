@@ -106,7 +106,7 @@ def test_the_exported_settings_are_those_that_transformers_reads(exported):
     markers = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token)
     assert markers == ("<s>", "</s>", "<unk>")
     assert (tokenizer.model_max_length, len(tokenizer)) == (SHAPE["max_seq_len"], VOCAB_SIZE)
-    assert set(tokenizer("a")) == {"input_ids", "attention_mask"}  # generate() refuses others
+    assert set(tokenizer("a")) == {"input_ids", "attention_mask"}  # generate() refuses other keys
     assert tokenizer.chat_template is None
 
 

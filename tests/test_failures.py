@@ -14,7 +14,7 @@ ON_A_GPU = (
 
 
 def said(error: Exception, recompute: str = "off", **model_settings) -> str:
-    """Return the message that replaces this error in a run with 2 micro-batches of 24 sequences."""
+    """Return the message that replaces this error."""
     args = TrainingArguments(batch_size=24, accumulation_steps=2, gradient_checkpointing=recompute)
     with pytest.raises(UsageError) as raised, one_line_failures(args, model_settings):
         raise error

@@ -1,4 +1,4 @@
-"""The usage line of the scripts, and unknown flags."""
+"""The usage lines of SCRIPTS, and unknown flags."""
 
 import importlib
 import re
@@ -9,11 +9,11 @@ from conftest import run
 
 SCRIPTS = (
     *("generate", "chat", "serve", "prepare_data", "evaluate", "export_hf", "export_gguf"),
-    "import_weights",
+    *("import_weights", "report"),
 )
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "report"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_the_usage_line_can_be_typed_and_has_placeholders_in_capitals(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:
@@ -27,7 +27,7 @@ def test_the_usage_line_can_be_typed_and_has_placeholders_in_capitals(name, caps
     assert places or name == "prepare_data"
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "report"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_an_unknown_flag_is_refused_without_loading_torch(name, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('nobody needs it yet')\n")
     ended = run([sys.executable, "-m", f"scripts.{name}", "--nonsense"], PYTHONPATH=str(tmp_path))

@@ -95,7 +95,7 @@ def test_an_exported_model_is_imported_bit_for_bit(packed, tmp_path, changes):
     assert Path(back.tokenizer.path).read_bytes() == Path(trained.tokenizer.path).read_bytes()
 
 
-def test_minimind_experts_are_imported_and_shared_experts_are_not_exported(
+def test_minimind_experts_are_imported_but_an_export_of_shared_experts_is_refused(
     packed, tmp_path, refusal
 ):
     source = write_weights(tmp_path / "w", packed, **EXPERTS)
@@ -136,7 +136,7 @@ def test_llama_3s_rope_scaling_and_head_dim_are_imported_and_exported(packed, tm
     rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 60, "rope_theta": 500.0}
     llama = write_llama(tmp_path / "llama", head_dim=16, rope_parameters=rope)
-    if version == 4:
+    if version == 4:  # keys of config.json as transformers 4 writes them
         base = rope.pop("rope_theta")
         old = {"rope_parameters": None, "rope_scaling": rope, "rope_theta": base}
         llama = edited(llama, tmp_path / "old", rms_norm_eps=None, **old)
@@ -184,7 +184,7 @@ def test_a_tokenizer_is_taken_from_the_flag_or_from_the_source_folder(
     import_weights.main([str(source), str(tmp_path / "b")])
     for name in ("a", "b"):
         assert load_trained(str(tmp_path / name)).tokenizer.vocab_size == VOCAB_SIZE
-    (source / "tokenizer.model").write_text("IQ== 0\n")
+    (source / "tokenizer.model").write_text("IQ== 0\n")  # tiktoken's format, which Llama 3 uses
     assert "not a SentencePiece model" in refusal(import_weights, source, tmp_path / "c")
 
 
@@ -269,7 +269,7 @@ class Malicious:
         (lambda s: {"model": s, "x": Malicious()}, "--n_heads 6", "holds code, which is not run"),
     ],
 )
-def test_files_without_a_llama_or_with_code_are_refused(
+def test_files_without_a_llama_or_with_code_and_a_wrong_n_heads_are_refused(
     state, tmp_path, refusal, monkeypatch, change, flags, says
 ):
     monkeypatch.chdir(tmp_path)

@@ -23,7 +23,7 @@ from data.tokenizer import (
 )
 
 VOCAB = 700
-CHINESE = (REPOSITORY / "README_zh.md").read_text(encoding="utf-8")  # to get pieces of a character
+CHINESE = (REPOSITORY / "README_zh.md").read_text("utf-8")  # some pieces end within a character
 TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
 TEXTS += [f"a{name}b {name}" for kind in MARKERS.values() for name in (kind[0], *kind[2])]
 
@@ -74,7 +74,7 @@ def test_decoding_returns_the_text_exactly_and_the_name_of_a_marker_is_encoded_a
 
 
 def test_streaming_random_ids_gives_the_text_of_decoding_them_all(tokenizer):
-    """The ids give broken characters, and markers inside a character."""
+    """Some characters are incomplete, or have a marker between their bytes."""
     random = np.random.default_rng(0)
     for _ in range(200):
         ids = random.integers(0, tokenizer.vocab_size, size=12).tolist()

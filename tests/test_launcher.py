@@ -50,7 +50,7 @@ def test_a_process_that_failed_decides_the_exit_code(monkeypatch, capsys, exitco
 
 
 def test_a_program_of_one_process_replaces_the_launcher(tmp_path):
-    """It gets the signals of run_accelerate.sh, and its exit code is the launcher's."""
+    """The program has the launcher's pid, so signals to the launcher reach the program."""
     config, program = tmp_path / "one.yaml", tmp_path / "program.py"
     config.write_text("{compute_environment: LOCAL_MACHINE, distributed_type: 'NO', use_cpu: true}")
     program.write_text("import os\nprint(os.getpid(), flush=True)\nos._exit(3)")

@@ -21,7 +21,7 @@ NAN, INF = float("nan"), float("inf")
 VALIDATION = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 0.9, "samples": 3}
 
 
-def meter_of(*parts: str, others: tuple = (), processes: int = 1) -> LossMeter:
+def meter_of(*parts: str, others: tuple = ()) -> LossMeter:
     """Make a meter of one process.
 
     Args:
@@ -29,7 +29,7 @@ def meter_of(*parts: str, others: tuple = (), processes: int = 1) -> LossMeter:
     """
     theirs = torch.tensor(others) if others else 0
     accelerator = SimpleNamespace(
-        device=torch.device("cpu"), num_processes=processes, reduce=lambda mine: mine + theirs
+        device=torch.device("cpu"), num_processes=1, reduce=lambda mine: mine + theirs
     )
     return LossMeter(accelerator, parts)
 
@@ -143,7 +143,7 @@ def feed(clock):
 def test_the_first_the_last_and_every_log_interval_th_step_are_reported(
     start, feed, tmp_path, first_step, reported
 ):
-    """The first step of a resume is reported only if log_interval divides it or it is the last."""
+    """A resume's first step is reported only if it is the last or a multiple of log_interval."""
     log = start(log_interval=4, total_steps=11, first_step=first_step)
     for step in range(first_step, 12):
         feed(log, step, float(step))

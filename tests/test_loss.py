@@ -10,7 +10,7 @@ VOCAB, SEQ_LEN, BATCH = 60, 21, 3
 
 
 def some_targets() -> torch.Tensor:
-    """63 targets: all ignored in the first sequence, some in the others. The last chunk has 15."""
+    """63 targets: 3 chunks of 16, one of 15. In sequence 0 all are ignored, in the others some."""
     targets = torch.randint(VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(3))
     targets[0] = IGNORE_INDEX
     targets[1:, ::4] = IGNORE_INDEX
@@ -39,7 +39,7 @@ def loss_and_gradients(model: Transformer, targets: torch.Tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_chunks_give_the_loss_and_gradients_of_the_whole(in_chunks, dtype):
+def test_several_chunks_give_the_loss_and_gradients_of_one(in_chunks, dtype):
     model = opinionated(VOCAB, SEQ_LEN).to(dtype)
     whole, expected = loss_and_gradients(model, some_targets())
     in_chunks()
@@ -73,7 +73,7 @@ def test_without_a_target_that_counts_the_gradient_is_zero(in_chunks):
     model = opinionated(VOCAB, SEQ_LEN)
     out = model(some_tokens(), torch.full((BATCH, SEQ_LEN), IGNORE_INDEX))
     assert out.loss.isnan()  # the mean over no target
-    (out.loss.nan_to_num() * 0.0).backward()
+    (out.loss.nan_to_num() * 0.0).backward()  # as in training/run.py
     assert all(not p.grad.any() for p in model.parameters())
 
 
@@ -113,7 +113,7 @@ def test_the_device_of_the_model_decides_the_size_of_a_chunk(in_chunks, monkeypa
     rows = []
     model = opinionated(VOCAB, SEQ_LEN)
     model.output.register_forward_hook(lambda layer, x, logits: rows.append(logits.shape[0]))
-    for device in ("cpu", "meta"):  # meta: any device that is not a CPU
+    for device in ("cpu", "meta"):  # meta stands for a GPU
         x = torch.zeros(BATCH, SEQ_LEN, model.config.dim, device=device)
         with torch.no_grad():
             model.to(device)._loss(x, some_targets().to(device), "mean")

@@ -10,7 +10,7 @@ from training.engine.main_process import on_every_process, on_main_process, requ
 
 
 def engine_with_answers(monkeypatch, *everyone, rank: int = 0) -> Engine:
-    """Return the engine of rank `rank`. Rank i runs on machine node{i} and gives everyone[i]."""
+    """Return the engine of rank `rank`; `_gather` gets everyone[i] and host node{i} from rank i."""
     known = [(mine, f"node{at}") for at, mine in enumerate(everyone)]
     monkeypatch.setattr(main_process, "_gather", lambda engine, mine: known)
     accelerator = SimpleNamespace(is_main_process=rank == 0, num_processes=len(everyone))

@@ -75,7 +75,7 @@ def test_the_context_is_the_common_beginning_of_question_and_choices(
     assert ["".join(map(chr, ids[n_context:])) for ids, n_context in encoded] == scored
 
 
-def test_with_the_template_the_answer_and_its_end_token_are_scored(tokenizer):
+def test_with_the_chat_template_the_answer_and_its_end_token_are_scored(tokenizer):
     rows = question_rows(records(QUESTIONS[:1]), tokenizer, SEQ_LEN, delimiter=None)
     for row, choice in zip(rows, QUESTIONS[0]["choices"], strict=True):
         said = row.targets[row.targets != IGNORE_INDEX].tolist()
@@ -84,7 +84,7 @@ def test_with_the_template_the_answer_and_its_end_token_are_scored(tokenizer):
 
 
 def naive(model, tokenizer, fields: dict) -> tuple[int, int]:
-    """Score token by token. Return the indices of the likeliest choice in total and per byte."""
+    """Score token by token. Return the index of the likeliest choice in total, and per byte."""
     context = [tokenizer.bos_id, *tokenizer.encode(fields["question"])]
     whole, per_byte = [], []
     for choice in fields["choices"]:
@@ -108,7 +108,7 @@ def answered(scorer, tokenizer, questions: list[dict]) -> dict:
 
 
 def test_the_accuracy_equals_that_of_naive_scoring(scorer, tokenizer):
-    """Once the likeliest choice of `naive` is the right answer, once another choice."""
+    """First the likeliest choices according to `naive` are the right answers, then others."""
     likeliest = [naive(scorer.model, tokenizer, question) for question in QUESTIONS]
     assert len({best for best, _ in likeliest}) > 1
     assert any(whole != per_byte for whole, per_byte in likeliest)

@@ -282,8 +282,8 @@ def test_muon_updates_partitions_like_whole_matrices(processes, gap, monkeypatch
 def test_a_zero_gradient_only_decays_weights_and_a_skipped_step_changes_nothing():
     (p,) = parameters = matrices([(8, 8)])
     before, optimizer = p.detach().clone(), muon_of(parameters)
-    for found_inf, factor in ((1, 1.0), (0, 1 - LR * DECAY)):  # as a GradScaler sets it
-        optimizer.found_inf = torch.tensor(found_inf)
+    for found_inf, factor in ((1, 1.0), (0, 1 - LR * DECAY)):
+        optimizer.found_inf = torch.tensor(found_inf)  # GradScaler sets it: 1 skips the step
         p.grad = torch.full((8, 8), float(found_inf))
         optimizer.step()
         torch.testing.assert_close(p, before * factor, rtol=1e-6, atol=0)

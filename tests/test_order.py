@@ -28,7 +28,7 @@ def test_orders_never_change():
 
 @pytest.mark.parametrize("n", [10_000, 65_536])
 def test_a_stretch_of_a_shuffle_is_spread_evenly_over_the_samples(n):
-    """Pearson's statistic against equal counts is near 1 per degree of freedom."""
+    """Pearson's chi-squared per degree of freedom is at most about 1 for a random order."""
     for seed in range(5):
         stretch = shuffled(np.arange(n // 3, n // 3 + 3200), n, seed, 0)
         counts = np.bincount(stretch * 32 // n, minlength=32)
@@ -41,7 +41,7 @@ def take(n_micro_batches: int, **settings) -> list[list[int]]:
 
 
 def stream(n: int, **settings) -> list[int]:
-    """Return the first n samples in the order in which all processes together consume them."""
+    """Return the first n samples that a single process reads in micro-batches of one sample."""
     return [sample for batch in take(n, batch_size=1, **settings) for sample in batch]
 
 

@@ -125,12 +125,12 @@ def test_training_documents_are_tokenized_in_several_ways_and_validation_documen
     bos = Tokenizer(thrice / "tokenizer.model").bos_id
     cuts = np.split(tokens[first:], np.flatnonzero(tokens[first:] == bos))[1:]
     differ = [not np.array_equal(*pair) for pair in zip(cuts[::2], cuts[1::2], strict=True)]
-    assert sum(differ) > len(differ) / 2  # with few pieces, both may be equal
+    assert sum(differ) > len(differ) / 2  # two random ways may be equal
 
 
-def test_all_documents_are_for_training_without_a_validation_share(tmp_path, packed):
+def test_val_fraction_0_trains_on_all_documents_and_empty_text_is_refused(tmp_path, packed):
     tokenizer = str(packed / "tokenizer.model")
-    pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # the next calls must not use its tokenizer
+    pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # the next call must not use this tokenizer
     out = pack_documents(DOCUMENTS[:50], tmp_path, val_fraction=0, tokenizer=tokenizer)
     assert documents(out, "train") == DOCUMENTS[:50]
     for other in (None, tokenizer):
@@ -148,7 +148,7 @@ def test_adding_or_reordering_documents_moves_none_to_the_other_split(tmp_path):
 
 
 def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "BATCH_BYTES", 500)  # some forty batches
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 500)  # 44 batches
     path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     one, seen = pack(path, tmp_path / "one", segmentations=2), []
     several = pack(path, tmp_path / "several", seen.append, segmentations=2, workers=3)

@@ -21,7 +21,7 @@ LINE = re.compile(rf'<path d="([^"]*)"[^>]*style="fill: none; stroke: ({"|".join
 
 
 class Page(HTMLParser):
-    """Collects the elements and the visible text of a page. Fails if tags do not nest."""
+    """Collects a page's elements and visible text. Fails if an end tag is wrong or missing."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -213,7 +213,7 @@ def test_numbers_are_shown_in_a_short_form():
     assert [show(value) for value in values] == texts.split()
 
 
-def test_the_page_is_in_the_runs_folder_or_for_several_runs_in_out(tmp_path, capsys, monkeypatch):
+def test_the_page_is_in_the_run_folder_or_for_several_runs_in_out(tmp_path, capsys, monkeypatch):
     rows = [train_row(1, loss=3.0), train_row(2), {"step": 2, "val_loss": 2}]
     run, other = (write_run(tmp_path / name, rows) for name in ("run", "other"))
     monkeypatch.chdir(tmp_path)  # the template is found from anywhere
@@ -228,7 +228,7 @@ def test_the_page_is_in_the_runs_folder_or_for_several_runs_in_out(tmp_path, cap
     assert "<h1>run, other</h1>" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_run_that_ends_says_where_its_report_is_or_why_there_is_none(tmp_path):
+def test_try_to_write_report_returns_the_path_or_why_there_is_no_report(tmp_path):
     run = RunFolder(write_run(tmp_path / "run", [train_row(1)]))
     assert try_to_write_report([run.path], run.report) == str(run.report)
     run.report.unlink()

@@ -28,10 +28,10 @@ def untied() -> Transformer:
     return model
 
 
-@pytest.fixture(params=["all", "untied, a block adapted"])
+@pytest.fixture(params=["all", "untied, one block adapted"])
 def run(request, tmp_path) -> SimpleNamespace:
-    """A trained model with adapters, its base as portable and as exported weights, and its saved
-    adapter."""
+    """A trained model with adapters, and a folder with its portable initial weights (base), the
+    same weights exported (exported), and its saved adapter (adapter)."""
     model = adapted(only_lora=False) if request.param == "all" else untied()
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not is_adapter(n)}
     for name, p in model.named_parameters():

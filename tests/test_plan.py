@@ -22,7 +22,7 @@ def test_the_readmes_training_fits_with_ddp_on_four_gpus_of_48_gib(capsys):
         *("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-2, optimizer on the CPU"),
         *("ZeRO-3, all on the CPU", "ZeRO-3, all on NVMe"),
     ]
-    # GB sent per step; hours: 6 FLOPs per parameter and token, and attention, at 40% of 989 TFLOP/s
+    # GB sent per step; hours at 40% of 989 TFLOP/s (6 FLOPs per parameter and token, and attention)
     assert rows[0].split()[-2:] == ["2.17", "3.26"]
     assert "Take DDP, the first that fits, with your model's flags:" in lines
 

@@ -128,20 +128,18 @@ def test_a_configuration_that_cannot_work_is_refused(flags, config_file, changes
 
 
 @pytest.mark.parametrize("text", [None, "a: b: c", "[1, 2]", "", "distributed_type: NONSENSE\n"])
-def test_a_file_that_is_no_launcher_configuration_is_refused_by_name(flags, tmp_path, text):
+def test_the_error_names_a_file_that_is_no_launcher_configuration(flags, tmp_path, text):
     path = tmp_path / "broken.yaml"
     if text is not None:
         path.write_text(text, encoding="utf-8")
     assert "broken.yaml" in refused(str(path), flags)
 
 
-@pytest.mark.parametrize("on_the_script", [False, True])
-def test_the_number_of_processes_is_part_of_the_global_batch(
-    flags, config_file, tmp_path, on_the_script
-):
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_the_number_of_processes_is_part_of_the_global_batch(flags, config_file, tmp_path, by_flag):
     """The launcher's file or the flag --deepspeed names the DeepSpeed file."""
     path = config_file({"zero_optimization": {"stage": 2}, "train_batch_size": 16})
-    if on_the_script:
+    if by_flag:
         path = config_file(**DDP | {"mixed_precision": None})
         flags = [*flags, "--deepspeed", str(tmp_path / "ds.json")]
     check(path, 2, flags)
@@ -181,14 +179,14 @@ def run_of(flags, packed, tmp_path):
 
 def test_a_run_to_resume_is_checked_and_not_touched(flags, run_of, capsys):
     run = run_of()
-    before = sorted(run.parent.rglob("*"))
+    before = {path: path.stat().st_mtime_ns for path in run.parent.rglob("*")}
     here = [*flags, "--out_dir", str(run.parent), "--run_name", run.name]
     check(ZERO_2, 1, [*here, "--resume", "auto"])
     said = refused(ZERO_2, here)
     assert f"{run} holds a run: pass --resume auto, or another --run_name" in said
     resumed = [*flags, "--resume", str(run)]
     check(ZERO_2, 2, [*resumed, "--batch_size", "2"])
-    assert sorted(run.parent.rglob("*")) == before
+    assert {path: path.stat().st_mtime_ns for path in run.parent.rglob("*")} == before
     assert capsys.readouterr().out == ""
     (RunFolder(run).checkpoint(10) / "state.json").write_text("{}", encoding="utf-8")
     assert "is damaged" in refused(ZERO_2, resumed)
@@ -221,12 +219,12 @@ def bytes_for(batch_size: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "less", "rows"), [(768, 0, 768), (768, 2, 767), (10**4, 0, 1024)]
+    ("wanted", "missing_bytes", "rows"), [(768, 0, 768), (768, 2, 767), (10**4, 0, 1024)]
 )
 def test_on_a_gpu_the_micro_batch_fits_and_has_at_most_32768_tokens(
-    flags, monkeypatch, wanted, less, rows
+    flags, monkeypatch, wanted, missing_bytes, rows
 ):
-    free = bytes_for(wanted) - less
+    free = bytes_for(wanted) - missing_bytes
     free = [free + GIB, free, free + GIB, 0]  # the last GPU is not used
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
     monkeypatch.setattr(dial, "available_memory", lambda device, processes: free[device.index])

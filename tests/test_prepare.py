@@ -49,7 +49,7 @@ def weights(packed, tmp_path) -> Path:
 
 
 def set_vocab_size(weights: Path, vocab_size: int) -> None:
-    """Replace the weights by a file without tensors, and the config's vocabulary size."""
+    """Write a config with this vocabulary size, and a weights file without tensors."""
     save_portable(weights, LMConfig(**CONFIG.to_dict() | {"vocab_size": vocab_size}), {})
 
 
@@ -176,7 +176,7 @@ def test_auto_looks_where_runs_are_written(runs, packed):
         student(runs / "none")
 
 
-def test_a_student_takes_length_and_data_of_a_teacher_that_can_teach(runs, packed):
+def test_a_student_takes_data_and_length_of_its_teacher_and_may_not_exceed_the_length(runs, packed):
     found = student(runs, "--teacher", str(runs / "older"))
     assert (found.args.data, found.config.max_seq_len) == (str(packed), 16)
     with pytest.raises(UsageError, match=r"training data of .* was not found"):

@@ -109,11 +109,11 @@ def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
     assert small != default_out("c.txt", "--vocab_size 3000")
 
 
-CHANGES = {
+CHANGES = {  # name → function that makes the change and returns its flags
     "other text": lambda: write_corpus(Path("sums.jsonl"), 70) and [],
-    "another share": lambda: ["--val_fraction", "0.3"],
+    "another val_fraction": lambda: ["--val_fraction", "0.3"],
     "a given tokenizer": lambda: ["--tokenizer", shutil.copy("out/data/sums/tokenizer.model", "t")],
-    "no valid tokenizer there": lambda: Path("out/data/sums/tokenizer.model").write_text("") * [0],
+    "a damaged tokenizer": lambda: Path("out/data/sums/tokenizer.model").write_text("") or [],
 }
 
 
@@ -148,7 +148,7 @@ def test_reuse_keeps_other_settings_replaces_changed_text_and_refuses_other_path
     assert contents("out") != before
 
 
-def test_folders_with_other_contents_are_kept_and_a_file_only_without_overwrite(workplace, capfd):
+def test_overwrite_replaces_a_file_but_no_folder_with_other_contents(workplace, capfd):
     Path("text").mkdir()
     shutil.move("sums.jsonl", "text/sums.jsonl")
     Path("mine").mkdir()

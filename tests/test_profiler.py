@@ -83,7 +83,7 @@ def test_each_phase_gets_its_seconds_and_the_phases_add_up_to_the_step(
 def test_work_on_a_gpu_counts_in_the_phase_that_launched_it(
     accelerator, tmp_path, clock, monkeypatch
 ):
-    """A GPU works asynchronously: each phase waits for the GPU before the phase ends."""
+    """A GPU works asynchronously, so the profiler waits for the GPU at the end of each phase."""
     waiting = []
 
     def synchronize() -> None:

@@ -16,7 +16,7 @@ DOCS = sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")
 TEXTS = {
     name: (REPOSITORY / name).read_text(encoding="utf-8") for name in (ENGLISH, CHINESE, *DOCS)
 }
-# Flags of the launchers, pip, pytest (tests/conftest.py) and SLURM; `--no` stands for `--no-FLAG`.
+# Flags of the launchers, pip, pytest and SLURM; `--no` is from the prefix `--no-` in docs/flags.md.
 OTHER_FLAGS = {
     *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
     *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--cpu"),

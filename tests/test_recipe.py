@@ -33,7 +33,7 @@ MODELS = [model(*shape) for shape in SHAPES]
 
 
 def at(flops: float):
-    """Return the seconds of a step, as a function of the model, on a machine with these FLOP/s."""
+    """Return a function: model → seconds of a step on a machine with this many FLOP/s."""
     return lambda model: model.rows * model.length * model.flops / flops
 
 
@@ -77,11 +77,11 @@ def test_after_a_good_guess_only_the_guess_and_one_neighbour_are_measured():
 def test_steps_and_validations_fill_the_time():
     plan = plan_for(TEXT, MODELS[1], seconds=0.2)
     training = plan.steps * plan.step_seconds
-    validations = EVALUATIONS * TEXT.validation_tokens / 3 / plan.tokens * training
+    validations = EVALUATIONS * TEXT.validation_tokens / 3 / plan.tokens * training  # no backward
     assert training + validations == pytest.approx(TEXT.seconds, rel=0.01)
 
 
-def test_a_small_text_is_read_at_most_the_maximum_number_of_passes():
+def test_a_long_run_on_a_small_text_makes_the_maximum_number_of_passes():
     plan = choose(replace(TEXT, seconds=6e5, tokens=3e5), MODELS, at(2e11))
     assert plan.passes == pytest.approx(TEXT.most_passes, rel=0.01)
 
@@ -135,9 +135,9 @@ def test_a_typed_width_gets_heads_that_divide_it():
 
 def test_a_wide_model_has_lower_rates_and_repeated_text_more_decay():
     for muon in (True, False):
-        by_width = sorted(MODELS, key=lambda each: each.settings["dim"])
-        rates = [optimizer_flags(each, muon)["learning_rate"] for each in by_width]
-        assert rates == sorted(rates, reverse=True)
+        rates = {m.settings["dim"]: optimizer_flags(m, muon)["learning_rate"] for m in MODELS}
+        by_width = [rates[dim] for dim in sorted(rates)]
+        assert by_width == sorted(set(by_width), reverse=True)
     flags = [repetition_flags(passes, muon=True) for passes in (1, 5, 30)]
     assert [each["weight_decay"] for each in flags] == [0.1, 0.2, 0.5]
     assert ["muon_momentum" in each for each in flags] == [False, False, True]

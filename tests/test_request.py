@@ -7,7 +7,7 @@ from common.errors import UsageError
 from training.arguments import DistillationArguments, SFTArguments, TrainingArguments
 from training.request import Request
 
-SEVERAL = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
+TWO_MACHINES = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +49,14 @@ def test_each_stage_selects_its_arguments_and_minutes_can_be_a_fraction():
 
 @pytest.mark.parametrize(
     ("environ", "gpus", "processes"),
-    [({}, 0, 1), ({}, 4, 4), (SEVERAL, 8, 16), ({"NUM_PROCESSES": "3"}, 0, 3)],
+    [({}, 0, 1), ({}, 4, 4), (TWO_MACHINES, 8, 16), ({"NUM_PROCESSES": "3"}, 0, 3)],
 )
 def test_each_gpu_gets_a_process_unless_a_number_is_set(environ, gpus, processes):
     assert Request(environ, []).processes(gpus) == processes
 
 
-@pytest.mark.parametrize("environ", [{"NUM_PROCESSES": "0"}, SEVERAL | {"NUM_PROCESSES": "3"}])
-def test_processes_that_are_no_positive_multiple_of_the_machines_are_refused(environ):
+@pytest.mark.parametrize("environ", [{"NUM_PROCESSES": "0"}, TWO_MACHINES | {"NUM_PROCESSES": "3"}])
+def test_a_number_of_processes_that_is_no_positive_multiple_of_the_machines_is_refused(environ):
     with pytest.raises(UsageError, match="positive multiple of NUM_MACHINES"):
         Request(environ, []).processes(1)
 
@@ -71,7 +71,7 @@ def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
         "--main_process_port",
         "0",
     ]
-    words = Request(SEVERAL | {"MACHINE_RANK": "1"}, []).launcher_words(4)
+    words = Request(TWO_MACHINES | {"MACHINE_RANK": "1"}, []).launcher_words(4)
     assert words[4:8] == ["--main_process_port", "29500", "--num_machines", "2"]
     assert words[8:] == [
         *("--machine_rank", "1", "--main_process_ip", "127.0.0.1"),
@@ -79,7 +79,7 @@ def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
     ]
 
 
-def test_each_stage_gets_the_flags_that_name_its_data():
+def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
     assert Request({}, ["--data=out/data/mine"]).data_flags() == []
     with pytest.raises(UsageError, match="not both"):
         Request({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags()

@@ -78,7 +78,7 @@ def test_without_a_prompt_the_beginning_of_the_validation_text_is_used(text, mod
     assert texts[0] == texts[2] != texts[1]
     # The prompt does not end inside a character.
     ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode("🤗" * 8)])
-    assert len(ids) == 33  # BOS and 8 × 4 bytes; PROMPT_TOKENS takes BOS and 11
+    assert len(ids) == 33  # BOS and 8 × 4 bytes; the first PROMPT_TOKENS are BOS and 11 bytes
     data = type("Text", (list,), {"kind": TEXT})([(ids, None)])
     assert written(data)[0] == "🤗🤗"
 

@@ -1,4 +1,4 @@
-"""A command starts or resumes the right run, refuses a run that differs, writes settings.json."""
+"""A command starts or resumes the right run, refuses a wrong one, and writes settings.json."""
 
 import dataclasses
 import json
@@ -173,7 +173,7 @@ def saved_by(
     """Make a checkpoint of a run with the model CONFIG, the data MINE and `processes` processes.
 
     Args:
-        form: "old" is the format whose identity contains the shape of the model.
+        form: "old" is the format in which "identity" contains the shape of the model.
         changes: other values for fields of the model's shape; None removes a field.
     """
     shape = {k: v for k, v in (CONFIG.to_dict() | changes).items() if v is not None}
@@ -198,7 +198,7 @@ def resumed(
 
 
 def not_the_same(start: StartingPoint, *now, **how) -> list[str]:
-    """Return the parts of the error of a resume that must fail, without the checkpoint's name."""
+    """Resume, which must fail. Return the parts of the error, without the checkpoint's name."""
     with pytest.raises(UsageError) as error:
         resumed(start, *now, **how)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""No room (package) imports from a room above it, so a reader needs only the rooms below it."""
+"""A room is a folder, or some modules. No room imports from a higher room."""
 
 import ast
 import subprocess
@@ -14,9 +14,9 @@ ROOMS = (
     *("training/arguments", "training/engine", "training", "evaluation", "train", "scripts"),
     "benchmarks",
 )
-# These rooms import only from the rooms listed here.
+# A room on the left may import only from the rooms on the right.
 MAY_IMPORT = {"common": {"common"}, "model": {"model"}, "data": {"common", "model", "data"}}
-# Modules of programs that must answer at once: importing torch takes seconds.
+# Programs that must start fast load these modules. Importing torch would take seconds.
 LIGHT = ("common.atomic", "data.packing", "storage.folder", "storage.find", "report.page")
 
 
@@ -67,11 +67,11 @@ def test_every_import_is_from_the_same_room_or_a_lower_one():
 
 
 @pytest.mark.parametrize("room", sorted({*ROOMS} - {"train", "training/arguments"}))
-def test_the_docs_name_every_room(room):
+def test_the_docs_name_every_room_that_is_a_folder(room):
     assert f"| `{room}/` |" in (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
 
 
-def test_no_file_outside_tests_is_longer_than_350_lines():
+def test_no_python_file_outside_tests_is_longer_than_350_lines():
     long = {str(path): n for path in sources() if (n := len(path.read_text().splitlines())) > 350}
     assert long == {}
 

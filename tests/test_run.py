@@ -42,7 +42,7 @@ class Sequences(PackedDataset):
 
 @pytest.fixture
 def run_of(accelerator, tmp_path):
-    """Makes a Run of a tiny model on `Sequences`. It begins after step `trained` of 4."""
+    """Makes a Run of a tiny model on `Sequences`, as if `trained` of its 4 steps were done."""
     runs = []
 
     def make(counts=ALL, every_target_counts: bool = True, trained: int = 0, **flags) -> Run:
@@ -75,7 +75,7 @@ def run_of(accelerator, tmp_path):
 
 
 def take(run: Run, step: int) -> list[MicroBatch]:
-    """Do a step up to the update; return its micro-batches."""
+    """Do a step without its update; return its micro-batches."""
     batches = []
     run.begin(step)
     for batch in run.micro_batches():
@@ -101,7 +101,7 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("lengths", [None, np.array([3, 8, 5, 8, 1, 2])])
-def test_cudnn_attention_is_off_where_lengths_change(run_of, monkeypatch, lengths):
+def test_cudnn_attention_is_off_if_sequences_differ_in_length(run_of, monkeypatch, lengths):
     monkeypatch.setattr(Sequences, "lengths", lengths)
     for enabled in (True, False):  # another run of this process may have changed the setting
         torch.backends.cuda.enable_cudnn_sdp(enabled)
@@ -158,7 +158,7 @@ def test_the_last_steps_read_only_the_first_segmentation_also_in_a_resumed_run(r
     assert [step for step, rows in read.items() if all(row in first for row in rows)] == [3, 4]
 
 
-def test_the_reduction_of_zero2_counts_as_optimizer(run_of, monkeypatch):
+def test_the_reduction_of_zero2_belongs_to_the_optimizer_phase(run_of, monkeypatch):
     """The context of DeepSpeed reduces the gradients when it ends."""
     run, phases = run_of(), []
 
@@ -227,7 +227,7 @@ class OnGPU(torch.Tensor):
     __float__ = __bool__ = tolist = item
 
 
-def test_a_step_does_not_wait_for_the_norm_of_the_gradient(run_of, monkeypatch):
+def test_an_update_does_not_wait_for_the_norm_of_the_gradient(run_of, monkeypatch):
     run = run_of()
     clip = run.accelerator.clip_grad_norm_
     on_gpu = lambda *args: clip(*args).as_subclass(OnGPU)  # noqa: E731
@@ -237,7 +237,7 @@ def test_a_step_does_not_wait_for_the_norm_of_the_gradient(run_of, monkeypatch):
 
 
 def test_samples_are_written_at_intervals_and_checkpoints_also_at_the_end(run_of, monkeypatch):
-    """A checkpoint is also saved after the best validation so far."""
+    """A checkpoint is also saved after a validation with the lowest loss so far."""
     run, done = run_of(sample_interval=3, eval_interval=1, save_interval=3), []
     losses = iter((3.0, 3.0, 3.5, None))
     monkeypatch.setattr(run, "write_sample", lambda step: done.append(("sample", step)))

@@ -55,7 +55,7 @@ def score_alone(model: Transformer, row: Row) -> list[float]:
 
 
 @pytest.mark.parametrize("n", [1, 13])
-def test_rows_in_blocks_get_the_scores_of_each_row_alone_grouped_by_unit(scorer, monkeypatch, n):
+def test_rows_in_blocks_get_the_same_scores_as_alone_grouped_by_unit(scorer, monkeypatch, n):
     """Blocks of 5 rows end inside a unit of 3."""
     monkeypatch.setattr(scoring, "BLOCK_ROWS", 5)
     rows, read = random_rows(n), []
@@ -72,7 +72,7 @@ def test_rows_in_blocks_get_the_scores_of_each_row_alone_grouped_by_unit(scorer,
     assert scorer.accelerator._dataloaders == []  # no block stays in memory
 
 
-def test_bfloat16_scores_are_close_but_not_equal(scorer):
+def test_bfloat16_scores_are_close_but_not_equal_to_fp32_scores(scorer):
     exact, rounded = (
         sum(scores[:, 0].sum() for _, scores in replace(scorer, dtype=dtype).units(random_rows(12)))
         for dtype in (torch.float32, torch.bfloat16)
@@ -130,7 +130,7 @@ def test_a_conversation_is_cut_after_the_last_answer_that_fits(tokenizer):
         assert row.tokens[1:][row.targets[:-1] != IGNORE_INDEX].tolist() == said[:-1]
 
 
-def test_the_interval_of_a_ratio_equals_a_count_by_hand():
+def test_the_interval_of_a_ratio_equals_a_calculation_by_hand():
     tops, bottoms = np.array([(2.0, 4), (9, 10), (3, 3), (5, 8)]).T
     r = 19 / 25  # the ratio of the totals, not the mean of ratios
     half = 1.96 * math.sqrt(4 / 3 * sum((tops - r * bottoms) ** 2)) / 25

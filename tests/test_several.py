@@ -64,10 +64,10 @@ def test_files_and_flags_that_cannot_be_used_are_refused(models_of, models, flag
 
 @pytest.fixture
 def resume(tmp_path, monkeypatch):
-    """Makes runs with checkpoints after some steps; returns the steps from which they resume.
+    """Makes runs with checkpoints after `steps`; returns the step from which each run resumes.
 
     Args:
-        damaged: runs and steps whose checkpoint is damaged, such as small/20.
+        damaged: checkpoints to report as damaged, as run/step, such as small/20.
     """
 
     def resume(damaged: tuple = (), resume="auto", **steps: list[int]) -> list:
@@ -89,13 +89,13 @@ def resume(tmp_path, monkeypatch):
     return resume
 
 
-def test_all_models_resume_from_the_newest_step_that_is_sound_for_all(resume, capsys):
+def test_all_models_resume_from_the_newest_step_that_is_undamaged_in_all(resume, capsys):
     assert resume(small=[10, 20, 30], large=[10, 20], other=[5, 10, 20, 40]) == ["20"] * 3
     assert resume(("b/2",), a=[1, 2], b=[1, 2]) == ["1"] * 2
     said = capsys.readouterr().out
     assert "step-00000002: weights.safetensors is not what it was; trying an earlier step" in said
-    for resume_flag in ("auto", None):  # new runs
-        assert resume(c=[], d=[], resume=resume_flag) == [resume_flag] * 2
+    assert resume(c=[], d=[]) == ["auto"] * 2  # new runs
+    assert resume(c=[1], d=[1], resume=None) == [None] * 2
     for damaged, steps in (
         ((), {"e": [10, 20], "new": []}),
         ((), {"f": [10], "g": [30]}),
@@ -106,11 +106,11 @@ def test_all_models_resume_from_the_newest_step_that_is_sound_for_all(resume, ca
 
 
 class FakeRun:
-    """Has the attributes of a Run that `Runs.end` and, after a stop, `Runs.finish` use."""
+    """A Run for the next test. `done` lists the arguments of each save, then "closed"."""
 
     def __init__(self):
         self.engine = SimpleNamespace(is_main=False)
-        self.args, self.total_steps = TrainingArguments(), 9
+        self.total_steps = 9
         self.due, self.done, self.stopped = False, [], None
         self.checkpointer = SimpleNamespace()
 

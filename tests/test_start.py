@@ -1,5 +1,5 @@
-"""The warnings before training, with amounts of memory that the tests set, and main(argv), which
-restores the process when it returns."""
+"""Warnings before training, with amounts of memory that the tests set. main(argv) restores signal
+handlers, sys.argv and the environment when it returns."""
 
 import os
 import re
@@ -89,7 +89,7 @@ def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
 
 
 def test_a_run_on_one_gpu_says_how_much_memory_it_would_save_without_an_engine(run_of):
-    """In bytes per parameter: 18 + 4 (buckets) - 16 - 2 (bf16 copies) = 4; `coalesces` adds 4."""
+    """Bytes per parameter: ZeRO-2 18 + 4 (buckets), DDP 16 + 2 (bf16 copy). `coalesces` adds 4."""
     run = run_of(device="cuda", args=TrainingArguments(dtype="bfloat16"))
     kind, n = run.engine.kind, run.prepared.shapes.num_parameters()
     for processes, device, engine, saved in (

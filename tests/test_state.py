@@ -96,7 +96,7 @@ def test_the_state_with_adapters_has_only_trained_weights_and_continues_to_the_b
         assert p.requires_grad or torch.equal(p, base[name])
 
 
-def test_adapters_of_another_shape_are_named(accelerator):
+def test_adapters_that_do_not_fit_the_model_are_named(accelerator):
     base = Trainee(accelerator, ADAMW).state.weights()
     lora = LoRA(4, 8.0, "layers", only_lora=True)
     four = Trainee(accelerator, ADAMW, lora=lora)

@@ -68,7 +68,7 @@ def test_a_hugging_face_llama_teaches_without_an_import(build, tmp_path):
     model.save_pretrained(llama, max_shard_size="40KB")
     assert len(list(llama.glob("*.safetensors"))) > 2
     teacher, tokens = build("float32", llama), torch.arange(64)[None]
-    teacher.model.double()  # rounding in fp32 gives differences of 1e-5
+    teacher.model.double()  # in fp32 the differences almost reach atol
     with torch.no_grad():
         expected = model.double()(tokens).logits
     torch.testing.assert_close(teacher.model(tokens).logits, expected, atol=1e-5, rtol=0)
@@ -104,9 +104,9 @@ def test_a_teacher_with_a_shorter_context_or_another_tokenizer_is_refused(
     said = refused(weights, other)
     assert f"{data.folder}, vocabulary 400, has another tokenizer than the model in" in said
     assert f"--tokenizer {weights / 'tokenizer.model'}" in said
-    nameless = save_model(tmp_path / "nameless", opinionated(400, SEQ_LEN), packed)
-    (nameless / "tokenizer.model").unlink()
-    assert "has no tokenizer to compare" in refused(nameless, data)
+    no_tokenizer = save_model(tmp_path / "no_tokenizer", opinionated(400, SEQ_LEN), packed)
+    (no_tokenizer / "tokenizer.model").unlink()
+    assert "has no tokenizer to compare" in refused(no_tokenizer, data)
     divided = {"teacher_config": "configs/zero3_inference.json"}
     config = find(weights, **divided).zero
     assert config["bf16"] == {"enabled": True}

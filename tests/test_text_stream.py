@@ -16,7 +16,7 @@ TEXTS = [SUM, SPACES, "\u2581 literal, \x00 control, \r\n", " leading"]
 
 @pytest.fixture(scope="module")
 def foreign(packed, tmp_path_factory) -> Tokenizer:
-    """A tokenizer that puts a space before a text and drops it when decoding, as Llama's does."""
+    """A tokenizer that puts a space before a text and drops it when decoding, as Llama 2's does."""
     model = ModelProto.FromString((packed / "tokenizer.model").read_bytes())
     model.normalizer_spec.add_dummy_prefix = True
     path = tmp_path_factory.mktemp("foreign") / "t.model"
@@ -57,7 +57,7 @@ def test_the_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text):
         assert not any("\ufffd" in part for part in parts)
 
 
-def test_a_character_is_delivered_when_it_is_or_can_never_be_complete(tokenizer):
+def test_a_character_is_delivered_when_it_is_complete_or_can_never_be(tokenizer):
     ids = tokenizer.encode("🤗!")
     assert streamed(tokenizer, ids) == ["", "", "", "🤗", "!"]
     broken = tokenizer.decode(ids[:2])
@@ -76,7 +76,7 @@ def test_streaming_random_ids_gives_the_text_of_decoding_them_all(which, request
         assert "".join(streamed(tokenizer, ids)) == whole
 
 
-# One piece holds "m" and "u".
+# "sum" is one piece: it holds "u" and "m", and "u" comes first.
 STOPS = {("2 = 4", "3;"): "sum 3: 1 + 2 = ", (" = 3", " + "): "sum 3: 1", ("m", "u"): "s"}
 
 
@@ -89,7 +89,7 @@ def test_a_stop_string_ends_the_text_and_is_not_part_of_it(tokenizer, stop, expe
 def test_a_text_ends_at_max_new_tokens_or_at_the_end_token(tokenizer):
     ids, eos = tokenizer.encode(SUM), tokenizer.eos_id
     for tokens, reason in ((ids, None), ([*ids, eos, 5], "stop")):
-        pieces, ended = write(tokenizer, tokens, len(ids) + 1, stop=("nothing of it", ""))
+        pieces, ended = write(tokenizer, tokens, len(ids) + 1, stop=("not in the text", ""))
         assert ("".join(pieces), ended) == (SUM, reason)
     assert write(tokenizer, [*ids, 5, 5], len(ids))[1] == "length"
 

@@ -83,8 +83,8 @@ def test_nasty_and_random_text_has_equal_ids_and_equal_decoded_text(pair):
     assert_equal(pair, [*NASTY.values(), *PYTHON, *(random_text() for _ in range(2000))])
 
 
-def test_pieces_with_any_scores_have_equal_ids(model, tmp_path):
-    """Several pairs may form the same piece. Whatever the scores, one pair always forms it."""
+def test_ids_are_equal_whatever_the_scores_of_the_pieces(model, tmp_path):
+    """Several pairs of pieces may have the same union; every text forms it from the same pair."""
     chooser = random.Random(4)
     for _ in range(100):
         n_words = chooser.randrange(2, 40)

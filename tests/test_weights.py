@@ -73,7 +73,7 @@ def test_a_finished_run_opens_its_weights_which_also_work_alone(run, weights, tm
     assert seed_of(weights.rename(tmp_path / "elsewhere@best")) == 30  # "@best" is in its name
 
 
-def test_an_opened_model_has_the_name_of_its_run_and_its_folder(run, weights, tmp_path):
+def test_an_opened_model_has_a_name_and_the_folder_of_its_weights(run, weights, tmp_path):
     trained = load_trained(str(run))
     assert (trained.name, trained.folder) == ("mine", weights)
     assert load_trained(str(weights.rename(tmp_path / "other"))).name == "other"

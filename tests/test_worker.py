@@ -34,7 +34,7 @@ def worker(decoder):
 
 @pytest.fixture
 def ask(tokenizer):
-    """Makes a text with events at its first piece and at its end."""
+    """Makes a text whose event `begun` is set at its first piece, and `ended` at its end."""
 
     def make(n: int = CONTEXT) -> StreamedText:
         def deliver(piece: str, finish_reason: str | None) -> None:

@@ -35,7 +35,7 @@ def test_the_configuration_leaves_out_the_optimizer_and_auto_values(launched):
     [
         ("cuda:1", {}, "--device cuda:1: ZeRO-3 runs on cpu here; leave out --device"),
         (None, {"offload_param": {"device": "nvme"}}, "are supported only in training"),
-        # Training refuses these too.
+        # Training refuses the two settings below too.
         (None, {"offload_parm": {"device": "cpu"}}, "DeepSpeed rejects .*offload_parm"),
         (None, {"zero_quantized_weights": True}, 'remove "zero_optimization.zero_quant'),
     ],

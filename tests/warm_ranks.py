@@ -77,7 +77,7 @@ class Helper:
     """The process that forks. When it ends, its forks end too.
 
     Args:
-        before: words to put before the helper's command, so that it runs in other namespaces.
+        before: words to put before the helper's command, to start it in other Linux namespaces.
     """
 
     def __init__(self, before: tuple[str, ...] = ()):

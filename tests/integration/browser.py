@@ -13,7 +13,7 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage
 
 
 def find_browser() -> str | None:
-    """Return the variable CHROMIUM, else the first installed program of NAMES, or None."""
+    """Return the path in the variable CHROMIUM, else of the first installed of NAMES, or None."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 

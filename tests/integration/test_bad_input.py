@@ -17,7 +17,7 @@ SCRIPT = "train_pretrain_accelerate.py"
 
 @pytest.fixture
 def refused(packed, tmp_path):
-    """Starts training without a launcher; training must be refused. Returns the error line."""
+    """Runs training without a launcher. Training must end with an error. Returns the error line."""
 
     def refused(flags: str, data: Path = packed, **environ: str) -> str:
         command = [sys.executable, SCRIPT, *TINY, "--data", str(data), "--out_dir"]
@@ -70,4 +70,4 @@ def test_a_full_disk_ends_preparing_in_one_line(tmp_path, small_disk):
     command = [sys.executable, "-m", "scripts.prepare_data", "--data", str(text), "--out"]
     ended = run_warm([*command, str(disk / "out"), "--vocab_size", "400"])
     assert "no space left" in ended.error("prepare_data")
-    assert os.listdir(disk) == [".out.lock"]
+    assert os.listdir(disk) == [".out.lock"]  # no unfinished output

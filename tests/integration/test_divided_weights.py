@@ -1,4 +1,4 @@
-"""Models larger than the memory of a GPU: weights per process and scripts.generate under ZeRO-3."""
+"""ZeRO-3 divides a model among processes: what each holds, and what scripts.generate prints."""
 
 import json
 import sys
@@ -12,15 +12,15 @@ PROCESSES = 2
 ONE_PROCESS = [sys.executable]
 DIVIDED = [*LAUNCH, "--num_processes", str(PROCESSES)]
 DIVIDED += ["--config_file", "configs/zero3_offload.yaml"]
-# Each process writes to a file how many elements it holds, and the most that loading gathers.
+# Each process writes to a file how many elements it holds and how many loading gathers at once.
 HOLDS = """
 import json, os, sys
 from storage.weights import load_trained
 from training.engine import zero_inference
 
-whole, gathered = [], zero_inference.gathered
+sizes, gathered = [], zero_inference.gathered
 def noted(*parameters, **how):
-    whole.append(sum(p.ds_numel for p in parameters))
+    sizes.append(sum(p.ds_numel for p in parameters))
     return gathered(*parameters, **how)
 zero_inference.gathered = noted
 zero = zero_inference.config_of_launch(None, None)
@@ -28,9 +28,9 @@ model = load_trained(sys.argv[1], lambda f: zero_inference.load_divided(zero, f)
 shares = [p.ds_tensor for p in model.parameters()]
 facts = {
     "parameters": sum(p.ds_numel for p in model.parameters()),
-    "held": sum(p.numel() for p in model.parameters()),
+    "in whole parameters": sum(p.numel() for p in model.parameters()),
     "share": sum(share.numel() for share in shares),
-    "most gathered": max(whole),
+    "most gathered": max(sizes),
 }
 with open(sys.argv[2] + os.environ["RANK"], "w") as file:
     json.dump(facts, file)
@@ -68,6 +68,6 @@ def test_a_process_holds_its_share_of_the_weights_and_loads_them_in_parts(traine
     said(DIVIDED, str(script), str(trained.path), f"{tmp_path}/")
     facts = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(PROCESSES)]
     for each in facts:
-        assert each["held"] == 0
+        assert each["in whole parameters"] == 0
         assert each["most gathered"] < each["parameters"]
     assert sum(each["share"] for each in facts) == pytest.approx(facts[0]["parameters"], rel=0.01)

@@ -31,7 +31,7 @@ FLAGS = "--dtype float32 --learning_rate 1e-2 --warmup_steps 0 --lr_schedule con
 
 @pytest.fixture(scope="module")
 def relay(packed, tmp_path_factory, path_without_compilers) -> list[Trained]:
-    """One run. Each engine resumes it for one step, with a validation and a sample."""
+    """One run. Each engine trains it for one step, and ends with a validation and a sample."""
     path, runs = tmp_path_factory.mktemp("relay") / "run", []
     for step, (engine, processes) in enumerate(RELAY, start=1):
         flags = f"{FLAGS} --batch_size {8 // processes} --max_steps {step} --resume auto"
@@ -43,13 +43,13 @@ def relay(packed, tmp_path_factory, path_without_compilers) -> list[Trained]:
 
 @pytest.fixture(scope="module")
 def whole(packed, tmp_path_factory) -> Trained:
-    """The same run without a stop, on a single process without DDP or DeepSpeed."""
+    """The run of `relay` without a stop, in one process without DDP or DeepSpeed."""
     path = tmp_path_factory.mktemp("whole") / "run"
     flags = f"{FLAGS} --batch_size 8 --max_steps {len(RELAY)} --eval_interval 1 --eval_samples 17"
     return train("plain", 1, packed, path, f"{flags} --save_interval 1 --sample_interval 1")
 
 
-def test_each_config_file_starts_its_engine(relay):
+def test_six_config_files_start_their_engines(relay):
     for (engine, _), run in zip(RELAY, relay, strict=True):
         assert f"engine: {NAMES[engine]}" in run.out
         assert ("PyTorch's AdamW" in run.out) == ("offload" in engine)  # there is no compiler
@@ -81,7 +81,7 @@ def test_the_six_engines_write_the_same_samples(relay, whole):
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "configs/zero3.yaml"])
 def test_a_process_without_validation_sequences_does_not_stop_the_others(engine, packed, tmp_path):
     losses = []
-    for samples in (1, 2, 3):  # for three processes
+    for samples in (1, 2, 3):  # so 2, 1 or 0 of the three processes have no sequence
         flags = f"{FLAGS} --batch_size 1 --max_steps 1 --eval_samples {samples} --seed 1"
         (row,) = train(engine, 3, packed, tmp_path / f"{samples}", flags).rows("val_loss")
         assert row["val_samples"] == samples
@@ -92,7 +92,7 @@ def test_a_process_without_validation_sequences_does_not_stop_the_others(engine,
 @pytest.mark.variant
 @pytest.mark.skipif(not AIO, reason="needs libaio and a compiler")
 def test_a_run_resumed_with_nvme_is_equal_to_the_bit_and_the_state_is_on_the_disk(packed, tmp_path):
-    # Partitions below 1 MiB stay in RAM. Here 9 are not; DeepSpeed has only 5 buffers for them.
+    # Partitions below 1 MiB stay in RAM. 9 are larger, but DeepSpeed has only 5 buffers for them.
     flags = f"{FLAGS} --dim 512 --n_layers 3 --batch_size 2 --max_steps 4 --save_interval 2"
     config = json.loads((REPOSITORY / "configs" / "zero_infinity.json").read_text())
     offloads = [config["zero_optimization"][f"offload_{what}"] for what in ("optimizer", "param")]

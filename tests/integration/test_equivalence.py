@@ -23,9 +23,9 @@ PEAK, MUON_PEAK, WARMUP = 1e-3, 0.02, 2
 CLIPPED = 0.1
 TOLERANCE = 1e-4
 # name → engine, processes, batch_size, accumulation_steps; each global batch has 24 sequences
-SHARED_OUT = {
-    "plain 24": ("plain", 1, 24, 1),
-    "plain 3 x 8 accumulation": ("plain", 1, 3, 8),
+SPLITS = {
+    "plain 1 x 24": ("plain", 1, 24, 1),
+    "plain 1 x 3 x 8 accumulation": ("plain", 1, 3, 8),
     "DDP 3 x 1 x 8 accumulation": ("ddp", 3, 1, 8),
     "ZeRO-1 2 x 12": ("zero1", 2, 12, 1),
     "ZeRO-2 1 x 24": ("zero2", 1, 24, 1),
@@ -35,11 +35,11 @@ SHARED_OUT = {
     "round robin": ("round robin", 2, 12, 1),
 }
 PLAIN, ACCUMULATED, DDP, ZERO_1, ZERO_2 = (
-    *("plain 24", "plain 3 x 8 accumulation", "DDP 3 x 1 x 8 accumulation", "ZeRO-1 2 x 12"),
-    "ZeRO-2 3 x 1 x 8 accumulation",
+    *("plain 1 x 24", "plain 1 x 3 x 8 accumulation", "DDP 3 x 1 x 8 accumulation"),
+    *("ZeRO-1 2 x 12", "ZeRO-2 3 x 1 x 8 accumulation"),
 )
 
-
+# Ways to train. All clip the gradients; "clipped" changes nothing else.
 HOW, DATASETS = ("clipped", "muon", "masked", "experts"), {"masked": MaskedDataset}
 EXPERTS = {"use_moe": True, "n_routed_experts": 64}  # more experts than a micro-batch uses
 
@@ -129,8 +129,8 @@ def by_hand(packed) -> dict[str, Reference]:
 
 
 def start(how: str, name: str, packed: Path, path: Path, more: str = "") -> Trained:
-    """Train in the way `how` with the engine, processes and micro-batches of SHARED_OUT[name]."""
-    engine, processes, batch_size, accumulation_steps = SHARED_OUT[name]
+    """Train in the way `how` with the engine, processes and micro-batches of SPLITS[name]."""
+    engine, processes, batch_size, accumulation_steps = SPLITS[name]
     if engine == "round robin":
         engine = deepspeed_file(path.parent / "ds.json", round_robin_gradients=True)
     flags = (
@@ -167,7 +167,7 @@ def largest_difference(a: dict, b: dict) -> float:
 
 
 def relative(moments: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict:
-    """Divide each tensor by its reference's largest absolute value: squared gradients are tiny."""
+    """Divide each tensor by the largest absolute value of its reference: "exp_avg_sq" is tiny."""
     return {name: value / reference[name].abs().max() for name, value in moments.items()}
 
 
@@ -216,7 +216,7 @@ def test_zero_2_reduces_each_gradient_once_per_step(runs, packed, tmp_path):
     assert STEPS * n <= reduced < 1.01 * STEPS * n
     each = start("masked", ZERO_2, packed, tmp_path / "run", " --no-coalesce_reduction")
     assert each.column("loss") == pytest.approx(run.column("loss"), abs=TOLERANCE / 10)
-    assert f"reduced {reduced + 7 * STEPS * n} elements" in each.out
+    assert f"reduced {reduced + 7 * STEPS * n} elements" in each.out  # 8 reductions per step
 
 
 def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
@@ -225,10 +225,10 @@ def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
     assert min(*clipped.grad_norms, *muon.grad_norms) > 2 * CLIPPED
     assert muon.losses[-1] < clipped.losses[-1] - 0.02
     train_set = MaskedDataset(packed, "train", SEQ_LEN)
-    batches = iter(MicroBatchSampler(len(train_set), 2, seed=SEED))
+    batches = iter(MicroBatchSampler(len(train_set), 3, seed=SEED))  # as in "masked"
     counts = {
         sum(int((train_set[i][1] != IGNORE_INDEX).sum()) for i in next(batches))
-        for _ in range(STEPS * 4)
+        for _ in range(STEPS * 8)
     }
     assert 0 in counts
     assert len(counts) > 5
@@ -237,8 +237,8 @@ def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
 @pytest.mark.parametrize(
     ("how", "names"), [("clipped", (PLAIN, ZERO_1)), ("masked", (ACCUMULATED, ZERO_2))]
 )
-def test_validation_is_the_mean_over_all_targets(how, names, runs, packed):
-    """One forward pass gives the expected mean. A clipped run's last batch is incomplete."""
+def test_validation_loss_is_the_mean_over_all_counted_targets(how, names, runs, packed):
+    """One forward pass gives the expected mean. In "clipped" the last batch is incomplete."""
     val_set = DATASETS.get(how, PackedDataset)(packed, "val", SEQ_LEN)
     assert len(val_set) % 2 == 1
     assert len(val_set) % GLOBAL_BATCH

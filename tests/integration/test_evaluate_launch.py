@@ -22,7 +22,7 @@ def weights(packed, tmp_path_factory) -> Path:
 
 
 def result(launcher: list[str], source: Path, flags: list[str], path: Path) -> dict:
-    """Return the contents of the JSON file, with the text on the terminal as "out"."""
+    """Run scripts.evaluate. Return the result in its --json file, and what it printed as "out"."""
     command = [*launcher, "-m", "scripts.evaluate", str(source), "--batch_size", "8", *flags]
     ended = run_warm([*command, "--json", str(path)])
     assert ended.code == 0, ended.out
@@ -32,7 +32,7 @@ def result(launcher: list[str], source: Path, flags: list[str], path: Path) -> d
 
 @pytest.mark.parametrize(
     ("data", "limit", "launcher"),
-    [  # the numbers of rows are not divisible by 2 × 8
+    [  # numbers of rows that 2 processes × batch size 8 do not divide
         ("packed", 45, "--multi_gpu"),
         ("questions", 0, "--config_file accelerate_config.yaml"),  # the file that training uses
         ("text", 33, "--config_file configs/zero3_offload.yaml"),
@@ -58,7 +58,7 @@ def test_two_processes_give_the_numbers_of_one(
 
 
 def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(weights, packed):
-    """With --cpu, or without --multi_gpu and DeepSpeed, `accelerate launch` ignores
+    """With --cpu, or with neither --multi_gpu nor DeepSpeed, `accelerate launch` ignores
     --num_processes on a CPU. It then sets the variables that this test sets."""
     environ = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}
     command = [sys.executable, "-m", "scripts.evaluate", str(weights), "--data", str(packed)]

@@ -1,4 +1,4 @@
-"""The launches of the README: the engine, the summary at the start, and the files of a run."""
+"""The launches of the README: the engine, the start block, and the files of a run."""
 
 import json
 import re
@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 STEPS, PROFILE_INTERVAL = 100, 50
 LEARNED = 3.0  # a lower loss proves that the model has learned; an untrained model has 6.0
 
-
 FLAGS = (
     f"--max_steps {STEPS} --batch_size 4 --accumulation_steps 2 --dim 64 --max_seq_len 64 "
     "--learning_rate 1e-2 --eval_interval 50 --save_interval 50 --sample_prompt sum "
@@ -24,14 +23,14 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def zero2(packed, tmp_path_factory) -> Trained:
-    """A run of Method 1: ZeRO-2 in bf16 on two processes, until the model has learned."""
+    """A run of Method 1: ZeRO-2 in bf16 on two processes, long enough to learn."""
     path = tmp_path_factory.mktemp("zero2") / "run"
     reports = f" --log_with tensorboard --profile --profile_interval {PROFILE_INTERVAL}"
     return train("zero2", 2, packed, path, FLAGS + reports, start=run)
 
 
 def said(run: Trained, fact: str) -> str:
-    """Return the value of a line in the summary that a run prints when it starts."""
+    """Return the value of a line in the start block, the summary that a run prints first."""
     return re.search(rf"^ *{fact}: (.*)$", run.out, re.MULTILINE)[1]
 
 
@@ -56,7 +55,7 @@ FILE = ["--deepspeed_config_file", "ds_config.json"]
         (["--multi_gpu", *TWO, *FILE], "DDP, not DeepSpeed.*--deepspeed ds_config.json"),
     ],
 )
-def test_flags_of_the_launcher_start_the_engine_that_the_start_block_names(
+def test_the_start_block_names_the_engine_that_the_flags_of_the_launcher_select(
     packed, tmp_path, flags, says
 ):
     """Method 2: `accelerate launch` without an Accelerate configuration file."""
@@ -90,7 +89,8 @@ def test_profiling_leaves_traces_and_the_seconds_of_each_phase(zero2):
     traces = sorted(path.name for path in (zero2.path / "profile").glob("*.gz"))
     steps = (PROFILE_INTERVAL, STEPS)
     assert traces == [f"step-{step:08d}-rank{rank}.json.gz" for step in steps for rank in (0, 1)]
-    assert [row["step"] for row in zero2.rows("forward_seconds")] == [*steps]
+    for phase in ("data", "forward", "backward", "optimizer"):
+        assert [row["step"] for row in zero2.rows(f"{phase}_seconds")] == [*steps]
     assert f"profile of step {PROFILE_INTERVAL}: " in zero2.out
 
 

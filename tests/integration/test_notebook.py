@@ -33,7 +33,7 @@ def test_the_notebook_is_valid_and_has_no_outputs():
 @pytest.mark.variant  # other tests run the commands of the cells
 def test_the_whole_notebook_trains_draws_and_exports(tmp_path):
     """The notebook runs on a small text for a few steps. After the cell with parameters, the
-    test inserts a cell that overwrites the parameters, as papermill does."""
+    test inserts a cell that overwrites three of them, as papermill does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     root = copy_repository(tmp_path / "clone")

@@ -65,7 +65,7 @@ def trained(imported, data, tmp_path_factory) -> Trained:
     return Trained(path, ended.out)
 
 
-def test_an_imported_model_trains_on_with_its_tokenizer(trained, imported, data):
+def test_an_imported_model_continues_training_with_its_tokenizer(trained, imported, data):
     losses = trained.column("loss")
     assert losses[0] == pytest.approx(6.3, abs=0.3)  # ln 520
     assert losses[-1] < losses[0] - 0.1

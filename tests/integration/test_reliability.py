@@ -72,7 +72,7 @@ def ranks(launcher: WarmProcess) -> list[psutil.Process]:
 
 # Place → owner and name of a function, and values of n: a run can stand still before the n-th call.
 # The values cover two or three saves. A save writes three files of tensors and syncs nine times:
-# five files, their folder, the folder's new name, and the file "latest" with its name.
+# five files, their folder and its parent, then the file "latest" and its parent.
 PLACES = {
     "forward": ("model.transformer.Transformer", "forward", range(5, 13)),
     "write a file of a checkpoint": ("formats.portable", "save_tensors", range(4, 10)),
@@ -102,8 +102,7 @@ main()
 
 def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_path):
     """The launcher and the ranks get SIGKILL at each of PLACES, and once at a random moment."""
-    kills = len(PLACES)
-    steps = 16 * kills
+    steps = 16 * len(PLACES)
     flags = f"--max_steps {steps} --save_interval 4 --dropout 0.1 --batch_size 4 --log_interval 3"
     trainer = Trainer(tmp_path, packed, "zero2", 2, flags + " --keep_last 2")
     assert trainer.finish("whole").code == 0
@@ -173,7 +172,7 @@ def test_when_a_rank_dies_the_others_stop_and_the_launcher_names_it(packed, tmp_
 def injected(tmp_path: Path, statements: str) -> str:
     """Write a script that trains, and executes statements after each forward pass of training.
 
-    The statements see `calls`, the number of these passes so far, and `out`, the model's output.
+    The statements can use `self`, the model, `out`, its output, and `calls`, the passes so far.
     """
     script = tmp_path / "train_injected.py"
     script.write_text(

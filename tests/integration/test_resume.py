@@ -11,7 +11,7 @@ from conftest import Trained, deepspeed_file, train
 pytestmark = pytest.mark.slow
 
 # The data has 534 sequences. With 64 per step the first epoch ends within step 9.
-STEPS, FIRST, SECOND = 12, 5, 10
+STEPS, FIRST, SECOND = 12, 5, 10  # checkpoints are saved after these steps
 FLAGS = (
     f"--max_steps {STEPS} --save_interval {FIRST} --eval_interval 4 --eval_samples 16 "
     "--dropout 0.1 --dtype bfloat16 --learning_rate 3e-3 --accumulation_steps 2 --keep_last 9 "
@@ -22,9 +22,9 @@ ENGINES = {
     "ZeRO-2": ("zero2", 2, ""),
     "ZeRO-3": ("configs/zero3.yaml", 2, ""),
     "ZeRO-3 on the CPU": ("configs/zero3_offload.yaml", 2, ""),
-    # For ZeRO-1 in bf16 with fp32 gradients, DeepSpeed uses another optimizer class.
+    # For ZeRO-1 in bf16 with fp32 gradients, DeepSpeed's optimizer class is not that of ZeRO-2.
     "ZeRO-1, Muon": ("zero1.json", 2, " --optimizer muon"),
-    # --compile auto does not compile such a short run, unless it resumes a compiled run.
+    # `start` resumes with --compile auto, which compiles so short a run only if it was compiled.
     "compiled": ("plain", 1, " --dropout 0 --compile on"),
 }
 NO_COMPILER = not (
@@ -43,7 +43,7 @@ def start(name: str, packed: Path, path: Path, more: str = "") -> Trained:
 
 @pytest.fixture(scope="module")
 def whole(packed, tmp_path_factory):
-    """Returns the run of ENGINES[name] without a stop. Only a name's first call launches a run."""
+    """Returns a run of ENGINES[name] without a stop. The first call for a name launches the run."""
     out_dir, done = tmp_path_factory.mktemp("whole"), {}
 
     def get(name: str) -> Trained:
@@ -76,7 +76,7 @@ def test_a_resumed_run_is_equal_to_the_bit(
         monkeypatch.setenv("PATH", path_without_compilers)
     before = whole(name)
     path = before.stopped_after(step, tmp_path / "stopped")
-    (path / "checkpoints" / "step-00000099.partial-4194305").mkdir()
+    (path / "checkpoints" / "step-00000099.partial-4194305").mkdir()  # left by a killed save
     resumed = start(name, packed, path, f" --resume {resume.format(path=path)}")
     assert f"starts from: step-{step:08d}" in resumed.out
     assert ("compiled: yes" in resumed.out) == (name == "compiled")
@@ -85,7 +85,7 @@ def test_a_resumed_run_is_equal_to_the_bit(
     for key in ("step", "loss", "grad_norm", "learning_rate", "epoch", "tokens"):
         assert resumed.column(key) == before.column(key)
     assert resumed.rows("val_loss")[-1] == before.rows("val_loss")[-1]
-    if name == "plain":  # dropout uses the random state, so equal bits prove that it was restored
+    if name == "plain":  # dropout changes the random state: equal bits prove that it was restored
         first, last = (before.tensors("random", step)["0.cpu"] for step in (FIRST, STEPS))
         assert not torch.equal(first, last)
     weights = resumed.tensors().values()  # the weights are fp32 although the run computes in bf16

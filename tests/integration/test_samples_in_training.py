@@ -1,4 +1,4 @@
-"""Runs with --sample_interval: training is the same to the bit, and each sample is logged once."""
+"""--sample_interval changes no bit of training, and a resumed run logs each sample once."""
 
 import json
 
@@ -33,7 +33,7 @@ def resumed(packed, tmp_path_factory) -> Trained:
     return train("plain", 1, packed, path, flags + " --resume auto")
 
 
-def test_a_resumed_run_logs_each_sample_and_number_once(resumed):
+def test_a_resumed_run_logs_each_sample_and_each_loss_once(resumed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert "starts from: step-00000004" in resumed.out

@@ -1,4 +1,4 @@
-"""train_sft_accelerate.py: answers become more likely, equally on every engine; runs resume."""
+"""train_sft_accelerate.py: answers become likelier, losses equal on all engines, runs resume."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ FLAGS = "--dtype float32 --lr_schedule constant --warmup_steps 0 --learning_rate
 
 @pytest.fixture(scope="module")
 def base(packed, tmp_path_factory) -> Trained:
-    """A run that was pretrained on sums. Its data has no conversations."""
+    """A pretraining run on sums. Its data has no conversations."""
     path = tmp_path_factory.mktemp("base") / "run"
     return train("plain", 1, packed, path, "--max_steps 40 --batch_size 8 --learning_rate 1e-2")
 
@@ -74,7 +74,7 @@ def test_answers_get_likelier_and_the_log_has_the_loss_before_training(sft, base
     assert (tuned.path / "weights" / "chat_template.jinja").is_file()
 
 
-SHARED_OUT = {  # name → engine, processes, batch_size, accumulation_steps
+SPLITS = {  # 8 conversations per step: name → engine, processes, batch_size, accumulation_steps
     "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
     "DDP 2 x 4": ("ddp", 2, 4, 1),
     "ZeRO-1 2 x 2 x 2 accumulation": ("zero1", 2, 2, 2),
@@ -103,8 +103,8 @@ def reference(base, data, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        *((name, "") for name in SHARED_OUT if "ZeRO-1" not in name),
-        *((name, ADAPTERS) for name in SHARED_OUT if "plain" not in name),
+        *((name, "") for name in SPLITS if "ZeRO-1" not in name),
+        *((name, ADAPTERS) for name in SPLITS if "plain" not in name),
         ("ZeRO-2 2 x 1 x 4 accumulation", MUON),
     ],
 )
@@ -113,7 +113,7 @@ def test_every_token_of_an_answer_weighs_the_same_on_every_engine(
 ):
     """Losses and gradient norms (all weights, or adapters only) equal those of one micro-batch."""
     expected = reference(more)
-    engine, processes, batch_size, accumulation = SHARED_OUT[name]
+    engine, processes, batch_size, accumulation = SPLITS[name]
     flags = f"--max_steps 6 --batch_size {batch_size} --accumulation_steps {accumulation} {more}"
     tuned = sft(engine, processes, tmp_path / "run", flags)
     # Newton-Schulz iterations enlarge the smallest singular values and their rounding errors.

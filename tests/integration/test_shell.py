@@ -1,4 +1,4 @@
-"""run_accelerate.sh in a fresh clone, with the Python environment of the tests."""
+"""run_accelerate.sh in a fresh clone."""
 
 import json
 import os
@@ -58,9 +58,9 @@ def test_a_mistake_is_refused_in_one_line_before_anything_is_launched(clone, cor
 @pytest.mark.parametrize(
     ("gpus", "visible", "refused"),
     [
-        (["550.54.15, 8.9"], "0", True),
+        (["550.54.15, 8.9"], "0", True),  # driver, compute capability
         (["470.82.01"], "0", True),  # this driver does not know compute_cap
-        (["580.65.06, 9.0", "580.65.06, 7.0"], "0", True),
+        (["580.65.06, 9.0", "580.65.06, 7.0"], "0", True),  # the hidden GPU is refused too
         (["580.65.06, 9.0"], "0", False),
         (["550.54.15, 8.9"], "", False),  # the user trains on the CPU
         ([], "0", False),
@@ -108,7 +108,7 @@ def test_without_a_compiler_the_script_prepares_trains_and_leaves_a_model(clone,
     assert not (clone / ".venv").exists()
 
 
-def test_the_next_stage_starts_from_the_pretrained_run_and_a_signal_stops_it(
+def test_sft_starts_from_the_pretrained_run_and_a_signal_makes_it_print_how_to_go_on(
     clone, pretrained, tmp_path
 ):
     chat = tmp_path / "chat.jsonl"

@@ -75,7 +75,7 @@ def start(machines, packed, tmp_path):
         print((tmp_path / f"{machine.name}.log").read_text())
 
 
-@pytest.mark.variant  # similar: the next test, and the test of a dead rank in test_reliability.py
+@pytest.mark.variant  # of the next test, and of the test of a dead rank in test_reliability.py
 def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
     machines, start, packed, tmp_path
 ):
@@ -150,7 +150,7 @@ def test_a_slurm_job_prepares_data_once_and_saves_when_one_machine_gets_a_signal
             for child in tree_of(process.pid)
             if child.cmdline()[:2] == ["bash", "run_accelerate.sh"]
             and child.environ()["SLURM_NODEID"] == "1"
-            and child.parent().name() != "bash"
+            and child.parent().name() != "bash"  # no subshell of the script
         )
         script.terminate()
         process.wait(SAFETY_NET_SECONDS)
