@@ -3,7 +3,7 @@
 #
 #     bash benchmarks/gpu.sh [--tiny]
 #
-# The report and all files are in the folder $OUT (default: out/benchmarks/gpu), see benchmarks/gpu.py.
+# The report, the measurements and the log are in the folder $OUT (default: out/benchmarks/gpu), see benchmarks/gpu.py.
 # The Python is $PYTHON, or python3 if it has PyTorch, or .venv/bin/python. The script installs only the
 # wheels in out/wheels, into out/site. On a machine with a network, this command puts wheels (6 MB) for Python 3.12
 # on Linux into out/wheels: DeepSpeed, and those of its dependencies that a Python with Accelerate may lack.

@@ -37,7 +37,7 @@ def find_prepared(
 ) -> str | None:
     """Return a sentence if the data in `out` can be used, None if `out` must be written. `reuse`
     accepts other settings; it replaces damaged data, and data whose source files have changed.
-    `overwrite` replaces any prepared data. Raises UsageError if `out` must not be replaced."""
+    `overwrite` replaces all data that differs. Raises UsageError if `out` must be kept."""
     source, stored = describe_sources(files, options), {}
     with suppress(UsageError, OSError, KeyError):  # `out` is missing or damaged
         description = read_description(out)
@@ -53,6 +53,6 @@ def find_prepared(
         raise UsageError(f"--out {out} exists and is not prepared data: choose another folder")
     same_name = reuse and stored.get("source", source["source"]) == source["source"]
     if out.exists() and not (overwrite or same_name):
-        made_of = stored.get("source", "an unknown source")
-        raise UsageError(f"{out} holds other data, of {made_of}: pass another --out or --overwrite")
+        holds = f"holds other data, of {stored['source']}" if stored else "exists"
+        raise UsageError(f"{out} {holds}: pass another --out or --overwrite")
     return None

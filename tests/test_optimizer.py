@@ -202,7 +202,7 @@ def largest_difference(a: list, b: list) -> float:
     return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("at_once", [1, 600, 2**20])  # elements; two matrices of 16 × 16 have 512
+@pytest.mark.parametrize("at_once", [1, 600, 2**20])  # elements; 600 fits two of 16 × 16
 def test_muon_in_fp32_equals_its_formula(monkeypatch, at_once):
     monkeypatch.setitem(module.BATCH_ELEMENTS, "cpu", at_once)
     mine, by_hand = matrices(), [p.detach().double() for p in matrices()]

@@ -159,7 +159,7 @@ def test_overwrite_replaces_a_file_but_no_folder_with_other_contents(workplace, 
     assert "mine exists and is not prepared data" in refused(capfd, *flags, "mine")
     assert contents(".") == before
     Path("there").write_text("a file")
-    assert "there holds" in refused(capfd, "--data", "text", "--out", "there")
+    assert "there exists: pass another --out" in refused(capfd, "--data", "text", "--out", "there")
     main([*SMALL, *flags, "there"])
     read_description("there")
 

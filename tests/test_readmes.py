@@ -83,7 +83,7 @@ def test_both_readmes_have_the_same_numbers_in_their_tables():
         plain = [
             re.sub(r"`[^`]*`|\]\([^)]*\)| |[\d.]+ ?(million|万|亿)", "", cell) for cell in cells
         ]
-        # A number below 10 may be a word in one language.
+        # Skip whole numbers below 10: one of the languages may spell them out.
         return sorted(n for cell in plain for n in re.findall(r"\d+(?:[.,]\d+)+|\d{2,}", cell))
 
     assert numbers(CHINESE) == numbers(ENGLISH)
@@ -133,7 +133,7 @@ def test_the_flag_tables_are_those_of_the_parser():
 
 
 def module_commands(text: str) -> list[tuple[str, set[str]]]:
-    """Return (module, its flags) for every `-m MODULE` or `MODULE` of this project."""
+    """Return (module, flags typed after it) for every `-m MODULE` or `MODULE` of this project."""
     ours = r"(?:.* -m |)((?:scripts|benchmarks|training)\.\w+)(?!\w)(.*)"
     matches = [re.fullmatch(ours, line) for line in typed(text)]
     return [(m[1], flags_in(m[2])) for m in matches if m and m[1] != "scripts.NAME"]
@@ -173,7 +173,7 @@ def test_every_named_flag_exists(name):
     assert named <= known, f"{name} names flags that do not exist: {sorted(named - known)}"
 
 
-def test_the_table_of_other_projects_names_flags_that_exist():
+def test_our_flags_in_the_table_of_other_projects_exist():
     ours = {flag for row in rows(TEXTS["docs/coming-from.md"]) for flag in flags_in(row[0])}
     assert {"--dim", "--prompt"} <= ours
     assert ours <= flags_of("train_pretrain_accelerate") | flags_of("scripts.generate")

@@ -35,8 +35,8 @@ from training.run import Run
 from training.start import notebook_process, one_line_failures, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# The launch takes LAUNCH_SHARE times as long as preflight took until `plan`, without the time for
-# preparing the text. END_SECONDS are for writing the results.
+# Preflight takes some time until `plan`. The launch takes LAUNCH_SHARE times as long, not counting
+# the preparation of the text. END_SECONDS are for writing the results.
 LAUNCH_SHARE, END_SECONDS = 1.5, 4
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
@@ -204,7 +204,7 @@ class Dial:
         flags |= {"teacher": args.teacher} if args.teacher else {}
         flags |= {"init_from": str(source.path)} if source else {}
         if self.request.stage == "sft":
-            flags["conversations"] = "builtin"  # the default, because --data is already prepared
+            flags["conversations"] = "builtin"  # other data would contradict --data
         if (file := file_of(args)) != "none":
             flags["deepspeed"] = file
         threads = None

@@ -59,7 +59,7 @@ def needed_operations(config: dict) -> list[str]:
 
 
 def load_operation(name: str) -> None:
-    """Load one of DeepSpeed's operations; print a line if it must be compiled.
+    """Load one of DeepSpeed's operations; print a line if no compiled one is cached.
     Raises UsageError if it cannot be compiled."""
     from deepspeed.ops import op_builder  # importing it takes seconds
     from torch.utils import cpp_extension  # importing it changes sys.path

@@ -20,8 +20,8 @@ from model.attention import takes_grouped_heads
 
 GIB = 2**30
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
-# Parts of GPU names → TFLOP/s of the GPU in each of PRECISIONS, for dense matrix products with sums
-# in fp32, from the manufacturers' data sheets. The first match counts, so longer names stand first.
+# Parts of GPU names → TFLOP/s of the GPU in each of PRECISIONS, for dense matrix products that
+# accumulate in fp32 (manufacturers' data sheets). The first match counts: longer names come first.
 PEAKS = {
     "GB200": (2500, 2500, 1250, 80),
     "B300, B200": (2250, 2250, 1125, 75),
@@ -48,7 +48,7 @@ PEAKS = {
     "RTX 3090": (71, 71, 35.6, 35.6),
     "MI300X": (1307, 1307, 653.7, 163.4),
 }
-# Words that turn a name of PEAKS into another device: a laptop chip, a variant, a MIG slice.
+# A GPU whose name also has one of these words is another device, with an unknown peak.
 RELATIVES = {"Laptop", "D", "Ti", "SUPER", "MIG"}
 # The keys are values of torch.nn.attention.SDPBackend.
 KERNELS = {1: "flash attention", 2: "memory-efficient attention", 3: "cuDNN attention"}
@@ -154,11 +154,11 @@ def attention_kernel(config: LMConfig, dtype: torch.dtype, device: torch.device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most bytes that this process has used at any time: on its GPU, or in RAM."""
+    """Return the peak number of bytes of this process: of tensors on its GPU, or of RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux kB
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux KiB
 
 
 def available_memory(device: torch.device, processes: int) -> int:
@@ -183,7 +183,7 @@ def available_memory(device: torch.device, processes: int) -> int:
 def keep_freed_memory() -> bool:
     """Make glibc's allocator keep freed memory; return False if this is not possible.
     By default glibc gives large blocks back to the system. Each page of the next block then causes
-    a page fault. These page faults took a third of the time on a CPU (docs/performance.md)."""
+    a page fault. On a CPU they took a third of the time or more (docs/performance.md)."""
     libc = ctypes.CDLL(None)
     if sys.platform != "linux" or not hasattr(libc, "gnu_get_libc_version"):
         return False
@@ -192,8 +192,8 @@ def keep_freed_memory() -> bool:
 
 def use_all_cores() -> None:
     """Divide this machine's cores among its processes, unless the user has set OMP_NUM_THREADS.
-    Launchers set OMP_NUM_THREADS to 1 for their processes. In this case the environment of the
-    launcher process tells whether the user has set the variable."""
+    Some launchers set it to 1 for their processes. In this case the environment of the launcher
+    process tells whether the user has set the variable."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
         threads = None

@@ -79,8 +79,8 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """Yield one partition for each sub-group: a group, or about "sub_group_size" elements of it.
-    Every process has an equal share of each parameter; the last shares may contain padding."""
+    """Yield one partition for each sub-group, of which a process holds at most about
+    "sub_group_size" elements. All shares of a parameter are equal; the last may be padded."""
     if writes:
         zero._partition_all_parameters()  # some parameters may be gathered now
     for index, group in enumerate(zero.fp16_groups):
