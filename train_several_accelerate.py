@@ -30,7 +30,7 @@ from training.run import Run
 from training.start import run_program, select_engine, set_up_together
 
 # Training flags in which models may differ; model flags such as --dim may differ too. All models
-# share the other flags. Most of these concern the batches, the process, or when to log and save.
+# share the other flags, most of which concern the batches, the process, or when to log and save.
 OWN = {
     *("run_name", "init_from", "deepspeed", "compile", "gradient_checkpointing"),
     *("optimizer", "learning_rate", "muon_learning_rate", "lr_schedule", "warmup_steps"),
@@ -49,7 +49,7 @@ class SeveralArguments(TrainingArguments):
     model: Sequence[str] = setting(
         (),
         'JSON file with flags of a model, such as {"dim": 256, "learning_rate": 1e-3}; once for '
-        "each model; the file's name is the default of run_name",
+        "each model; the file's name without .json is the default of run_name",
         group="models",
         repeated=True,
     )
@@ -121,7 +121,7 @@ class Runs:
             self._left[run] = time.perf_counter()
 
     def end(self, step: int, val_losses: dict[Run, float | None]) -> None:
-        """Save all runs if it is time to save one of them, or after a stop request."""
+        """Save all runs if one run is due, --save_minutes have passed, or a stop is requested."""
         stop = self.first.stop
         reason = stop.reason()
         due = [run.is_time_to_save(step, val_losses[run]) for run in self.all]
@@ -133,8 +133,8 @@ class Runs:
             self.first.stopped = step, reason
 
     def finish(self) -> None:
-        """Write the results of each run and a report of all runs; after a stop request, print how
-        to resume them instead. Raises UsageError if a last checkpoint was not saved."""
+        """Write the results of each run and a report of all runs. Raises UsageError if a last
+        checkpoint was not saved. After a stop request, print how to resume the runs instead."""
         if self.first.stopped:
             each_saved = [run.close() for run in self.all]
             if self.first.engine.is_main:
@@ -172,8 +172,8 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
 
 
 def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | None]:
-    """Return each run's checkpoint of the newest step that is undamaged in all runs. If `resume` is
-    None or no run has a checkpoint, return `resume` for each. Raises UsageError if none is left."""
+    """Return `resume` for each run if `resume` is None or no run has a checkpoint. Otherwise return
+    the checkpoints of the newest step that is undamaged in all. Raises UsageError if no step is."""
     steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
     if resume is None or not any(steps):
         return [resume] * len(runs)

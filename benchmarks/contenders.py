@@ -169,9 +169,9 @@ class Team:
 
     def ask(self, request: int | Path) -> list[dict]:
         """Let all ranks take a number of steps, or trace one step into a folder. Return one
-        answer per rank: the dict of `take_steps`, or the seconds of each phase of the traced step.
+        answer per rank: the dict of `take_steps`, or the seconds of the traced step and its phases.
 
-        Raises TeamError if a process failed or ended, after ending all other processes.
+        Raises TeamError if a process failed or ended. The other processes are ended first.
         """
         answers = {}
         for connection in self._ranks:
@@ -207,7 +207,7 @@ class Team:
 
 
 def serve(connection: Connection, contender: Contender, work: Work, log: Path) -> None:
-    """Build the contender in this process and answer until the parent closes the pipe."""
+    """Build the contender. Answer requests until one fails or the parent closes the pipe."""
     os.setsid()
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)

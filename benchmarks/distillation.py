@@ -6,8 +6,8 @@ For each text, a teacher is pretrained first. Then students train with every see
 the teacher. Last, students train alone for as long as the students with the teacher took. All
 students have the same shape, data and batch. Equal seeds mean the same order of data. Each
 learning-rate schedule ends with the last step of its run. Bits per byte are measured on the
-validation split. The seconds in a row of the table are its steps times its median step time; other
-work on the cores makes them larger. Finished runs with the same data and flags are not repeated.
+validation split. The column `seconds` is the number of steps times the median step time; other work
+on the cores increases it. A run is not repeated if a finished run has the same data and flags.
 """
 
 import argparse
@@ -126,8 +126,8 @@ def row(name: str, results: list[Result], others: list[Result] | None = None) ->
 
 
 def differences(results: list[Result], others: list[Result]) -> str:
-    """Return "mean (lowest to highest)" of the differences in bits per byte, results minus others,
-    between two runs with the same seed. Negative: `results` are better."""
+    """For each seed, subtract the bits per byte of `others` from those of `results`. Return "mean
+    (lowest to highest)" of the differences. If they are negative, `results` are better."""
     pairs = zip(results, others, strict=True)
     values = [one.bits_per_byte - other.bits_per_byte for one, other in pairs]
     return f"{statistics.mean(values):+.4f} ({min(values):+.4f} to {max(values):+.4f})"

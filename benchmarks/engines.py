@@ -4,8 +4,8 @@
     python -m benchmarks.engines --processes 4 --dtype bfloat16 --engines ddp zero2
 
 Each engine is launched from its file in configs/, on the same text. On a CPU the processes get
-their own network namespace if possible (as root on Linux). Its loopback device counts the bytes
-that they send, and no other program uses it.
+their own network namespace if possible (as root on Linux). No other program uses its loopback
+device, so the device counts only the bytes that the processes send.
 """
 
 import argparse

@@ -39,7 +39,7 @@ WHEELS, SITE = REPOSITORY / "out/wheels", REPOSITORY / "out/site"  # SITE: the i
 COMPILED = REPOSITORY / "out/compiled/gpu"  # the parts' compile cache
 PR_SET_CHILD_SUBREAPER = 36  # from sys/prctl.h
 PASSED, LATE = "passed", "out of time"
-# Tests that decide whether measurements mean anything; the files with all tests that need a GPU.
+# If CHECKS fail, measurements mean nothing. TESTS: the files with all tests that need a GPU.
 CHECKS = "losses_on_a_gpu or rotation_on_a_gpu or compiled_blocks or fused_kernels"
 TESTS = ("tests/integration/test_gpu.py", "tests/test_decoder.py")
 ENGINES = "ours-compiled ours-zero2-compiled"
@@ -216,7 +216,7 @@ def end_all() -> None:
 
 
 def summary(output: str, result: str) -> str:
-    """Return counts of tests, or the last line of a part that has not passed, or ""."""
+    """Return the counts of tests. Without tests: the last line, or "" if the part has passed."""
     tests = Counter(re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", output, re.MULTILINE))
     if tests:
         return ", ".join(f"{number} {name.lower()}" for name, number in tests.items())

@@ -1,8 +1,8 @@
-"""Models of other projects, trained in the way of their own trainers.
+"""Peers: models of other projects, with the training step of the projects' own trainers.
 
-Weights and AdamW's moments are fp32, autocast is used for bf16, gradients are clipped.
-This is the step of `transformers.Trainer(bf16=True)` and `litgpt pretrain --precision bf16-mixed`.
-Their loops are left out, because they would only make the peers slower.
+Weights and AdamW's moments are fp32, autocast is used for bf16, gradients are clipped, as in
+`transformers.Trainer(bf16=True)` and in `litgpt pretrain --precision bf16-mixed`. The loops of
+these trainers are left out, because they would only make the peers slower.
 """
 
 import itertools
@@ -89,7 +89,7 @@ def litgpt_loss(model: nn.Module, tokens: Tensor, targets: Tensor, precision) ->
     return chunked_cross_entropy(logits.float(), targets)
 
 
-PEERS = {  # name → (build the model, its mean loss)
+PEERS = {  # name → (function that builds the model, function that returns its mean loss)
     "transformers": (build_transformers, transformers_loss),
     "litgpt": (build_litgpt, litgpt_loss),
 }
@@ -100,7 +100,7 @@ class PeerStep:
 
     Args:
         peer: a key of PEERS.
-        our_allocator: keep freed memory, as the training script does.
+        our_allocator: True keeps freed memory, as the training script does on a CPU.
 
     Raises RuntimeError if `our_allocator` is True, but the C library is not glibc.
     """

@@ -3,9 +3,9 @@
     python -m benchmarks.recipe --data out/data/builtin --minutes 2 8 --shapes 3x128 3x192
     python -m benchmarks.recipe --choices     # print the recipe's choices for several machines
 
-Each shape first trains for a few steps, to measure its speed, and then for the steps that fit into
-the time, which does not include start and validations. The cores must be free. Finished runs are
-reused. A formula is fitted to the runs of a text; out/benchmarks/recipe.png shows the runs.
+Each shape first trains for a few steps, to measure its speed, and then for as many steps as fit
+into --minutes. Start and validations do not count. The cores must be free. Finished runs are
+reused. A formula is fitted to 4 or more runs of a text; out/benchmarks/recipe.png shows the runs.
 """
 
 import itertools

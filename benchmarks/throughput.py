@@ -2,12 +2,12 @@
 
     python -m benchmarks.throughput --sizes 26m
 
-Each contender takes one turn alone, and then takes turns with the first contender, the baseline:
-A B A B A B, then A C A C A C. If the speed of the machine drifts, the ratio of two contenders
-within one round is more reliable than their speeds; the table has the median of these ratios. At
-most two contenders are in memory at a time. --contenders takes names, such as ours-zero2-compiled,
-and groups: all, ours, peers, transformers and litgpt. The groups blocks, selective, muon and
-uncoalesced are variants of ours; `all` and `ours` do not contain them.
+The first contender, A, is the baseline and takes its turns alone. Each other one takes one turn
+alone, and then takes turns with A: A B A B A B, then A C A C A C. If the speed of the machine
+drifts, the ratio of two contenders within one round is more reliable than their speeds; the table
+has the median of these ratios. At most two contenders are in memory at a time. --contenders takes
+names, such as ours-zero2-compiled, and groups: all, ours, peers, transformers and litgpt. The
+groups blocks, selective, muon and uncoalesced are variants of ours; `all` and `ours` omit them.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from training.engine.device import peak_flops, use_all_cores
 
 PROGRAM = "benchmarks.throughput"
 REPEATS = 5  # measurements of each product
-# (m, k, n) of products (m, k) × (k, n). The fastest product depends on the machine. On a CPU, the
-# second one is a feed-forward layer of the 26m model, the third is the output layer of this model.
+# (m, k, n) of products (m, k) × (k, n). Which product is fastest depends on the machine. Of "cpu",
+# the second is a feed-forward layer of the 26m model, the third is the output layer of this model.
 PRODUCTS = {
     "cpu": ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400)),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),

@@ -1,6 +1,6 @@
 """Measurements of contenders: the class `Turn`, files of JSON lines, and a table of medians.
 
-This file does not import torch, so that benchmarks/gpu.py can read measurements at once.
+This file does not import torch, so benchmarks/gpu.py can read measurements even if torch hangs.
 """
 
 import json
@@ -15,10 +15,10 @@ from common.numbers import memory
 NOTE = (
     "Speeds are medians over turns; in brackets are the lowest and the highest turn. The speed of "
     "a turn is the median of its steps, on a GPU their mean. Each contender takes turns with the "
-    "first one; a ratio compares two speeds of one round. Model FLOPs are 6·N + 12·n_layers·"
-    'n_heads·head_dim·seq_len per token. "Of products" is FLOP/s divided by that of matrix '
-    "products alone. Memory is the peak per process; on a CPU it includes libraries, which the "
-    "expected memory does not. The first step is timed from the start of the process."
+    "first one; a ratio compares two speeds of one round. For N parameters, model FLOPs are 6·N + "
+    '12·n_layers·n_heads·head_dim·seq_len per token. "Of products" is FLOP/s divided by the FLOP/s '
+    "of matrix products alone. Memory is the peak per process; on a CPU it includes libraries, but "
+    "the expected memory does not. The first step is timed from the start of the process."
 )
 
 

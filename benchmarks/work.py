@@ -20,7 +20,7 @@ DATA = "out/data/builtin-6400"  # built-in text with MiniMind's vocabulary size,
 
 @dataclass(frozen=True)
 class Work:
-    """One training step on one process.
+    """One optimizer step on one process.
 
     All models are Llama-like, with tied embeddings, grouped-query attention and SwiGLU. `LMConfig`
     computes hidden_dim.
@@ -57,7 +57,7 @@ class Work:
 
     def on(self, data: str) -> "Work":
         """Return the same work on another text, with its vocabulary size. Prepare the built-in text
-        if it is missing. Raises UsageError if preparing fails, or if `data` is no prepared text."""
+        if it is missing. Raises UsageError if preparing fails or `data` has no prepared data."""
         path = Path(data).absolute()
         if data == DATA and not (path := REPOSITORY / DATA).exists():
             words = [sys.executable, "-m", "scripts.prepare_data", "--out", str(path)]

@@ -4,4 +4,4 @@ import sys
 
 from common.errors import end_in_one_line
 
-sys.excepthook = end_in_one_line  # set before torch is imported, which takes seconds
+sys.excepthook = end_in_one_line  # early: Ctrl-C may come while torch is imported

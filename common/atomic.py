@@ -62,8 +62,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """Call `whole_folder` for the user's output folder; `is_one` recognises an older `what`. Raises
-    UsageError if `out` is a file, holds something else, or if replacing it needs `overwrite`."""
+    """Call `whole_folder` for a folder of the kind `what`, which `is_one` recognises. Raises
+    UsageError if `out` is a file, holds other things, or is a `what` and `overwrite` is False."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):
         if out.is_file() or not is_one(out):
@@ -110,7 +110,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or folder. A folder gets the suffix DELETING first: `path` is whole or gone."""
+    """Delete a file or folder. A folder is renamed first, so `path` never names a part of it."""
     with suppress(OSError):
         if path.is_file():
             path.unlink()

@@ -1,4 +1,4 @@
-"""The argument parser of all programs. It reports a mistake in one line."""
+"""The argument parser of all programs."""
 
 import argparse
 import re

@@ -3,8 +3,8 @@
 #
 #   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32
 #
-# This file takes training flags. It has not run on a cluster yet. Five minutes before its time limit, the job saves and
-# ends. To continue, submit it with the same --run_name (default: job-NUMBER). If a machine fails, SLURM resubmits it.
+# This file takes training flags. Not run on a cluster yet. Five minutes before the job's time limit, the run saves and
+# ends. To continue, submit with its --run_name (default: job-NUMBER). SLURM restarts the job if a machine fails.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -17,7 +17,7 @@ set -euo pipefail
 export NUM_MACHINES=$SLURM_NNODES
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${names%%$'\n'*} # the first machine
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a machine
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # differs between jobs, which may share a machine
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds for a save after a signal; PyTorch before 2.12 always allows 30
 name=()
 [[ " $*" == *" --run_name"* || " $*" == *" --resume"* ]] || name=(--run_name "job-$SLURM_JOB_ID")

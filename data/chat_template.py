@@ -22,8 +22,8 @@ from data.tokenizer import Tokenizer
 # A run folder has this file if its model was trained on conversations in this template.
 TEMPLATE_FILE = "chat_template.jinja"
 # transformers also looks for markers in a user's text. JINJA therefore inserts these two
-# noncharacters after every "<", and the exported tokenizer removes them. JINJA puts a second pair
-# inside a pair that a text already has; the tokenizer removes only the second.
+# noncharacters after every "<", and the exported tokenizer removes them. If a text already has
+# such a pair, JINJA puts another pair inside it, and the tokenizer removes only the inner pair.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"
@@ -45,7 +45,7 @@ JINJA = _JINJA.format(
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn]
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids, and True for each id that counts in the loss (answers and their </s>)."""
+    """Return the ids, and for each id whether it is in the loss (counted answers, their </s>)."""
     turns = list(turns)
     texts = [f"{turn.role}\n{turn.content}" for turn in turns]
     prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])

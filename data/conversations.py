@@ -5,7 +5,7 @@ Each conversation is one JSON object. Its keys determine the format:
     {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI (also "weight": 0)
     {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
     {"conversations": [{"from": "human", "value": "…"}, …]}     ShareGPT
-    {"prompt": "…", "completion": "…"}                          TRL; two texts or two lists
+    {"prompt": "…", "completion": "…"}                          TRL; texts or lists of messages
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat (Dahoas/rm-static)
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
@@ -167,9 +167,9 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
 
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
-    """Yield one question about each public function, method and class that has a short summary. The
-    answer is the signature or the summary. A second question about the same object could land in
-    the other split and reveal the answer."""
+    """Yield questions about public functions, methods and classes with a short summary. The answer
+    is the signature or the summary. Each of the two appears in one question only: a question in one
+    split must not reveal an answer in the other split."""
     seen = set()
     for path in files:
         relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")
@@ -193,8 +193,8 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
 
 
 def _documented(node: ast.AST, name: str, kind: str) -> Iterator[tuple[int, str, str, str]]:
-    """Yield (line, kind, signature, summary) of the public definitions in a module or class. A kind
-    is "function", "method" or "class"; a signature is like "shutil.which(cmd, path=None)"."""
+    """Yield (line, kind, signature, summary) of public definitions with a short summary. A kind is
+    "function", "method" or "class"; a signature is like "shutil.which(cmd, path=None)"."""
     for item in node.body:
         is_class = isinstance(item, ast.ClassDef)
         if not is_class and not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):

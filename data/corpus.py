@@ -29,7 +29,7 @@ BUILTIN = "builtin"
 TEXT_COLUMN = "text"
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSONL, ".csv", ".parquet")
-SECTION_BYTES = 16 * 1024  # bytes of the largest document of a .txt, by default
+SECTION_BYTES = 16 * 1024  # bytes of the largest document of a .txt or .py, by default
 CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
 BATCH_ROWS = 64  # rows of Parquet in memory at once
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.
@@ -42,7 +42,7 @@ class Record(NamedTuple):
     """The bytes of one document in its file, not yet decoded."""
 
     path: str
-    position: int  # first byte in a .txt or .py, from 0; line or row in other files, from 1
+    position: int  # text of a .txt or .py: first byte, from 0; others: line or row, from 1
     raw: bytes
     fault: str = ""  # why a row of a .csv or .parquet has no text; otherwise ""
     text_column: str = TEXT_COLUMN  # the key of the text in a line of JSON
@@ -84,7 +84,7 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
 def read_records(
     files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
 ) -> Iterator[Record]:
-    """Yield every document of every file. A document of a .txt has at most section_bytes.
+    """Yield every document of every file. A document of a .txt or .py has at most section_bytes.
     Raises UsageError if a file cannot be read or has no column `text_column`."""
     for path in files:
         try:

@@ -30,7 +30,7 @@ class TokenStream(Dataset):
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
     lengths: np.ndarray | None = None  # number of targets of each sample; None: always seq_len
-    n_first: int = 0  # leading samples of the first segmentation (data/encoding.py); 0: no other
+    n_first: int = 0  # samples of the first segmentation (data/encoding.py), if others follow
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder = Path(folder)
@@ -50,7 +50,7 @@ class TokenStream(Dataset):
         self._shards = [np.memmap(file, self.description["dtype"], mode="r") for file in files]
 
     def __reduce__(self) -> tuple:
-        # A pickled memory map would contain the data. A worker therefore opens the files again.
+        # A pickled memory map would contain the data. A copy therefore opens the files again.
         return type(self), (self.folder, self.split, self.seq_len)
 
     @property
@@ -183,8 +183,8 @@ def pad(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def padded_length(longest: int, seq_len: int, on_gpu: bool) -> int:
-    """Round `longest` up, at most to seq_len, because the blocks are compiled for each length. On
-    a GPU compiling costs more and padding less, so there are fewer: 48, 64, 96, 128, 192, ..."""
+    """Round `longest` up, at most to seq_len, because the blocks are compiled for each length. On a
+    GPU compiling costs more and padding less, so lengths are fewer: 48, 64, 96, 128, 192, ..."""
     if on_gpu:
         power = max(64, 1 << (longest - 1).bit_length())
         length = 3 * power // 4 if longest <= 3 * power // 4 else power

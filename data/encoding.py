@@ -63,7 +63,7 @@ def hash_of(content: bytes, digest_size: int = 8) -> int:
 
 
 def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) -> Encoded:
-    """Encode records of a kind with the tokenizer at `path`.
+    """Encode records of `kind`, text or conversations, with the tokenizer at `path`.
     Each text is split into pieces in `segmentations` ways; all except the first are random."""
     tokenizer = _loaded(path)
     values, bad = [], []
@@ -134,8 +134,8 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
 
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
-    """Yield a function from records and a partial of `encode_batch` to encoded batches. A text
-    above BATCH_BYTES is encoded by `workers` processes. Raises UsageError if one is killed."""
+    """Yield a function: (records, a partial of `encode_batch`) → iterator of Encoded. If `n_bytes`
+    exceeds BATCH_BYTES, `workers` processes encode. Raises UsageError if a process is killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # an earlier tokenizer may have had the same path
         yield lambda records, encode: map(encode, _batches(records))

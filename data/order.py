@@ -1,8 +1,8 @@
 """The order in which samples are read: a shuffle that stores no list, divided among processes.
 
-A position is the number of samples that the processes together have consumed. The sample at a
-position depends on the seed, but not on the number of processes. A resumed run with the same seed
-and the same global batch therefore continues with the same samples on any number of processes.
+The position of a sample is the number of samples that all processes consume before it. The sample
+at a position depends on the seed, but not on the number of processes. A resumed run with the same
+seed and global batch therefore continues with the same samples on any number of processes.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Shuffle range(n) and return the entries at `positions`. (seed, epoch) determines the order.
-    Positions are int64 in [0, n). A Feistel network permutes the numbers below the next power of
-    four. A result of n or more is permuted again (cycle walking; Black and Rogaway, 2002)."""
+    Positions are int64 in [0, n). A Feistel network permutes the numbers below a power of four ≥ n.
+    A result of n or more is permuted again (cycle walking; Black and Rogaway, 2002)."""
     half_bits = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half_bits)) - 1)
     keys = np.random.SeedSequence([epoch, seed]).generate_state(ROUNDS, np.uint64)
@@ -40,7 +40,7 @@ def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
     return out.astype(np.int64)
 
 
-BLOCK = 64  # micro-batches whose order is computed at once
+BLOCK = 64  # micro-batches whose order is computed in one call
 
 
 @dataclass
@@ -53,7 +53,7 @@ class MicroBatchSampler:
     rank: int = 0
     world_size: int = 1
     seed: int = 0  # seed of all shuffles
-    start: int = 0  # first position of the stream: samples that are already consumed
+    start: int = 0  # samples that all processes together have consumed before
 
     def __iter__(self) -> Iterator[list[int]]:
         stride = self.world_size * self.batch_size
@@ -94,8 +94,8 @@ class LengthSampler(MicroBatchSampler):
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions, computed window by window."""
-        # A window that spans two epochs may hold a sample twice, and sorting may put both into one
-        # batch. If an epoch has four or more batches, at most one window in four spans two epochs.
+        # A window that spans two epochs may hold a sample twice, even in one batch. To make this
+        # rare, a window is at most a quarter of an epoch if an epoch has four or more batches.
         size = self.global_batch
         batches = min(WINDOW, max(1, self.n_samples // (4 * size)))
 

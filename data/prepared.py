@@ -35,9 +35,9 @@ def conversations_out(conversations: str, tokenizer: Path) -> Path:
 def find_prepared(
     out: Path, files: list[str], options: PackingOptions, reuse: bool, overwrite: bool
 ) -> str | None:
-    """Return a sentence if the data in `out` can be used, None if `out` must be written. `reuse`
-    accepts other settings; it replaces damaged data, and data whose source files have changed.
-    `overwrite` replaces all data that differs. Raises UsageError if `out` must be kept."""
+    """Return a message that says why `out` can be used, or None if `out` must be written.
+    With `reuse`, settings may differ, and data that is damaged or whose source files changed is
+    replaced. With `overwrite`, all other data is replaced. Raises UsageError if `out` must stay."""
     source, stored = describe_sources(files, options), {}
     with suppress(UsageError, OSError, KeyError):  # `out` is missing or damaged
         description = read_description(out)

@@ -24,7 +24,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 class ShardWriter:
     """Write the documents of one split into shards, and the positions of answers into one file.
-    A shard ends after the document that reaches shard_tokens."""
+    A shard ends after the document with which it has shard_tokens tokens or more."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
         self.folder = folder
@@ -37,7 +37,7 @@ class ShardWriter:
         self._files: dict[str, tuple] = {}  # name → (open file, SHA-256 of its content)
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
-        """Write the tokens of one document, whose text has n_bytes.
+        """Write the tokens of one document, whose text has n_bytes bytes.
         Row i of `answers`, (n, 2), is start and end of answer i, as indices into `tokens`."""
         if answers is not None:
             positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (n, 3)
@@ -76,7 +76,7 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path, kind: str = TEXT) -> dict:
-    """Read dataset.json. Raises UsageError if it is missing (with advice for `kind`) or damaged."""
+    """Read dataset.json. Raises UsageError if damaged or missing; `kind` decides the advice."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():

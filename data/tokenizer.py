@@ -135,7 +135,7 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_markers(path: str | Path) -> dict[str, str]:
-    """Return "bos_token" and "eos_token", the pieces that begin and end a document. If
+    """Return "bos_token" and "eos_token" of the MARKERS_FILE next to the tokenizer file `path`. If
     bos_token is missing, eos_token takes its place. Raises UsageError if there is no eos_token."""
     beside = Path(path).with_name(MARKERS_FILE)
     try:

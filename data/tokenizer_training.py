@@ -20,9 +20,9 @@ LEAST_VOCABULARY = RESERVED_PIECES + 3
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
 ) -> None:
-    """Train a BPE tokenizer on texts and write it to `path`. At most half of the pieces that are
-    not reserved, plus the space, are single characters. Other characters are spelled in bytes. With
-    may_shrink, short texts get fewer pieces. Raises UsageError if vocab_size cannot work."""
+    """Train a BPE tokenizer on texts and write it to `path`. Besides the space, at most half of the
+    unreserved pieces are single characters. Bytes spell other characters. With may_shrink, short
+    texts get fewer pieces. Raises UsageError if vocab_size is too small, or too large for texts."""
     texts = list(texts)
     if not any(texts):
         raise UsageError("there is no text in these files")

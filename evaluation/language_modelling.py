@@ -65,7 +65,7 @@ def conversation_rows(
 
 
 def prepared_rows(dataset: TokenStream, samples: list[int], units: list[int]) -> Iterator[Row]:
-    """Yield a row for each index in `samples`. Row i belongs to units[i]."""
+    """Yield a row for each index in `samples`. `units` has the units of the rows, in order."""
     for i, unit in zip(samples, units, strict=True):
         tokens, targets = dataset[i]
         n_targets = int((targets != IGNORE_INDEX).sum())

@@ -75,7 +75,7 @@ def question_rows(
 
 
 def answers(units: list[tuple[tuple, np.ndarray]]) -> dict:
-    """Return counts and the shares of correct answers.
+    """Return counts and the shares of correct answers. `units` come from `Scorer.units`.
 
     "acc" takes the choice with the highest log-likelihood, "acc_norm" the choice with the highest
     log-likelihood per byte of UTF-8. If choices have equal scores, the first one counts.

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     unit: Hashable  # the document, conversation or question; its rows are consecutive
     tokens: Tensor  # (T,) int64
     targets: Tensor  # (T,) int64; IGNORE_INDEX for a target that is not scored
-    n_bytes: float  # UTF-8 bytes of the scored text; the first window of a document counts it all
+    n_bytes: float  # UTF-8 bytes of the scored text; `document_rows` puts all into the first window
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Scorer:
     def units(self, rows: Iterable[Row]) -> Iterator[tuple[Hashable, np.ndarray]]:
         """Yield every unit in order, with the float64 scores of its rows, (rows, 4).
 
-        The columns are sums over the targets of a row: negative log-likelihood in nats, number of
-        targets that were the most likely token, number of targets, bytes.
+        The columns: negative log-likelihood of the scored targets in nats, number of them that
+        were the most likely token, number of scored targets, `Row.n_bytes`.
         Raises UsageError if a score is not finite.
         """
         rows = iter(rows)

@@ -1,7 +1,7 @@
 """Convert a model to Hugging Face's Llama and back: weights, settings and tokenizer.
 
-A model with experts becomes a Qwen2-MoE whose shared expert is empty (width 0). In both models, the
-router's softmax covers all experts, so by default the chosen probabilities do not sum to 1.
+A model with experts becomes a Qwen2-MoE whose shared expert is empty (width 0). In both, the
+router's softmax covers all experts: without norm_topk_prob, chosen probabilities sum to below 1.
 
 Rotary embedding rotates pairs of channels of a head. Here, as in Llama's own release, a pair is
 (0, 1), (2, 3), …; in Hugging Face's Llama it is (j, j + head_dim/2). The rows of wq and wk, which
@@ -54,8 +54,8 @@ IN_LAYER = {
 
 
 def reordered(weight: Tensor, *order: int) -> Tensor:
-    """Reorder rows of wq or wk, (heads · head_dim, dim). `order` is the layout of `weight`; the
-    result has the other one. Ours is (heads, head_dim/2, 2), theirs (heads, 2, head_dim/2)."""
+    """Reorder rows of wq or wk, (heads · head_dim, dim). Our order is (heads, head_dim/2, 2),
+    theirs (heads, 2, head_dim/2). `order` is that of `weight`; the result has the other one."""
     return weight.unflatten(0, order).transpose(1, 2).reshape_as(weight)
 
 

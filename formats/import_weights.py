@@ -51,7 +51,7 @@ def import_weights(
     """Convert weights of another program to portable weights; return a summary for the user.
 
     Args:
-        tokenizer: file or folder of a tokenizer; None looks next to the weights.
+        tokenizer: file or folder of a tokenizer; None: the one next to the weights, if any.
         settings: `n_heads` and the keys of DEFAULTS, for a state dict; None means not given. For a
             folder only max_seq_len can be given; config.json sets the other settings.
 

@@ -1,12 +1,12 @@
 """Convert a SentencePiece BPE model to the tokenizer.json of the package `tokenizers`.
 
-SentencePiece repeatedly joins the two neighbours whose union has the best score, leftmost first.
-`tokenizers` joins the pair that comes first in its list of merges. `merges` sorts this list by the
-score of the union, so the ids are equal. Several pairs may be listed for one piece, but every
-text forms the piece from the same pair, because all earlier joins are inside the piece.
+SentencePiece repeatedly joins the two neighbours whose union has the best score; of equal scores
+it takes the leftmost. `tokenizers` joins the pair that comes first in its list of merges. `merges`
+sorts this list by the score of the union, so the ids are equal. The list may have several pairs for
+one piece. Every text forms the piece from the same pair: all earlier joins are inside the piece.
 
-SentencePiece writes a space as U+2581. In the tokenizer.json a space stays a space. A literal
-U+2581 then has no piece and is spelled in bytes, as in data/tokenizer.py.
+SentencePiece writes a space as U+2581. In the tokenizer.json the piece of a space is a space. A
+literal U+2581 then has no piece and is spelled in bytes, as in data/tokenizer.py.
 """
 
 import json
@@ -96,7 +96,7 @@ def read_exact(tokenizer: Tokenizer) -> ModelProto:
 
 
 def written(piece: ModelProto.SentencePiece) -> str:
-    """Return the spelling of a piece in tokenizer.json: text has spaces instead of U+2581."""
+    """Return the spelling of a piece in tokenizer.json: pieces of text have spaces for U+2581."""
     return piece.piece.replace(SPACE_SYMBOL, " ") if piece.type == Kind.NORMAL else piece.piece
 
 

@@ -142,7 +142,7 @@ class Decoder:
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.device = model.tok_embeddings.weight.device
         self.forward = model if divided else prepare_for_generation(model, self.dtype).forward
-        # Launching kernels takes most of a step. No graph holds experts: they may wait for the GPU.
+        # Kernel launches take most of a step. Experts are not recorded: in them the CPU may wait.
         self.recorded = self.device.type == "cuda" and not (divided or model.config.use_moe)
 
     @torch.inference_mode()

@@ -39,7 +39,7 @@ def require_text(prompt: str) -> str:
 def converse(answer: Callable[[str], None]) -> None:
     """Call `answer` with each line of stdin that is not blank, until Ctrl-D. Ctrl-C only stops
     the current answer. Raises UsageError if a line is refused and stdin is not a terminal."""
-    if isinstance(sys.stdin, io.TextIOWrapper):  # by default a bad byte raises before any answer
+    if isinstance(sys.stdin, io.TextIOWrapper):  # to answer the lines before a bad byte
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:

@@ -103,7 +103,7 @@ class Chat:
         else:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens, the model's context has {self.context}, and "
-                f"{reserve} are kept for the answer: shorten it"
+                f"{reserve} are kept for the answer: shorten the prompt"
             )
         self.turns = turns[dropped:]
         if dropped:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from model.attention import fused_attention
 from model.config import LMConfig
 
-# A new cache has a multiple of this number of positions: all of max_seq_len may take gigabytes.
+# A new cache has a multiple of STRETCH positions, at most max_seq_len, which can take gigabytes.
 STRETCH = 64  # a multiple of 16: a GPU would copy a mask of another length
 
 
@@ -56,7 +56,7 @@ class Cache:
     ):
         self.device, self.context = device, config.max_seq_len
         self.allocated = min((max(lengths) // STRETCH + 2) * STRETCH, self.context)  # positions
-        self.fixed = False  # True: each pass has the same shapes, so a pass can be recorded
+        self.fixed = False  # True: passes have equal shapes, so a CUDA graph can hold a pass
         shape = (2, len(lengths), config.n_kv_heads, self.allocated, config.head_dim)
         self.layers = [
             LayerCache(self, *torch.zeros(shape, dtype=dtype, device=device))
@@ -73,7 +73,7 @@ class Cache:
         self.equal_lengths = min(lengths) == self.longest
         # (B, 1, 1, positions), True where the new token attends; None if it attends everywhere
         self.mask: Tensor | None = None
-        self.replay: Callable[[Tensor], Tensor] | None = None  # runs a recorded pass
+        self.replay: Callable[[Tensor], Tensor] | None = None  # runs the CUDA graph
 
     def advance(self) -> None:
         """Make room for a token per sequence. Raises ValueError if the context is full."""
@@ -81,7 +81,7 @@ class Cache:
             if self.allocated == self.context:
                 raise ValueError(f"a sequence fills the context of {self.context} tokens")
             self._allocate(min(2 * self.allocated, self.context))
-            self._set_lengths(self.lengths)  # drop the recorded pass: it uses the old addresses
+            self._set_lengths(self.lengths)  # drop the CUDA graph: it uses the old addresses
         self.lengths = [length + 1 for length in self.lengths]
         self.longest += 1
 

@@ -3,7 +3,7 @@
 A block of queries attends to the keys up to the end of the block. Up to half of the T × T scores
 are therefore never computed. The query heads that share a key/value head are rows of one matrix.
 docs/lab-log.md compares the speed with plain attention and with PyTorch's own CPU attention.
-In shape comments Z is batch · n_kv_heads, and D is head_dim.
+In shape comments Z is batch · n_kv_heads, D is head_dim, and group is n_heads // n_kv_heads.
 
 Forward and backward are custom operations, because torch.compile would unroll their loops.
 """
@@ -19,7 +19,7 @@ def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute softmax(q kᵀ / sqrt(head_dim)) v, where each position sees itself and the past.
 
     q and the result are (B, T, H, head_dim), k and v are (B, T, n_kv_heads, head_dim). Scores and
-    weights have the dtype of q. Gradients of k and v are summed over the blocks in fp32."""
+    their softmax have the dtype of q. Gradients of k and v are summed over the blocks in fp32."""
     batch, seq_len, n_heads, head_dim = q.shape
     n_kv_heads = k.shape[2]
     group = n_heads // n_kv_heads
@@ -39,8 +39,8 @@ def _blocks(seq_len: int, group: int) -> list[tuple[int, int]]:
 
 
 def _walk(flat: Tensor, rows: Tensor, seq_len: int) -> Iterator[tuple[slice, int, int, Tensor]]:
-    """Yield (slice of rows, start, end, weights) of each block. `flat` has room for the weights of
-    all blocks; the weights of a block, (Z, rows of the block, end), are a view into `flat`."""
+    """Yield (slice of rows, start, end, weights) of each block. `weights`, (Z, rows of
+    the block, end), is the block's part of `flat`, which has room for all attention weights."""
     group = rows.shape[1] // seq_len
     used = 0
     for start, end in _blocks(seq_len, group):

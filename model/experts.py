@@ -4,7 +4,7 @@ The tokens are sorted by expert. Grouped products then multiply each expert's to
 own matrices, and no token is left out. The matrices of all experts are stacked into three
 parameters, so every parameter always has a gradient: zeros for an expert that got no token.
 
-By default the router's probabilities are not divided by the sum over the chosen experts. With one
+By default the router's probabilities are not divided by their sum over the chosen experts. With one
 expert per token the quotient would be 1, and the cross-entropy would not train the router.
 """
 

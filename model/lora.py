@@ -33,7 +33,7 @@ class LoRA:
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter. Its `weight` is frozen and keeps its name."""
+    """A linear layer with an adapter. The frozen matrix is still named `weight`."""
 
     def __init__(self, base: nn.Linear, lora: LoRA):
         nn.Module.__init__(self)  # nn.Linear.__init__ would allocate a new weight
@@ -54,7 +54,7 @@ def add_lora(model: Transformer, lora: LoRA) -> Transformer:
 
     The weights of these layers are frozen. Experts are frozen too and get no adapters: in a block
     with experts, only attention is adapted. With only_lora, all other parameters are frozen too.
-    Raises ConfigError for a wrong `dim`, if no layer is chosen, or if the tied output layer is."""
+    Raises ConfigError if `dim` is wrong, no layer is chosen, or a tied output layer is chosen."""
     module_name = lora.module_name
     if not 1 <= lora.dim <= model.config.dim:
         raise ConfigError(f"lora_dim must be from 1 to dim ({model.config.dim}), not {lora.dim}")

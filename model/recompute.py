@@ -1,7 +1,7 @@
 """Gradient checkpointing: forward does not keep the tensors of a block, backward recomputes them.
 
-With "blocks", memory holds only the input of each block between forward and backward. In return,
-forward is computed twice. Source: Chen et al., https://arxiv.org/abs/1604.06174.
+With "blocks", memory holds only the input of each block until backward. In return, the forward
+pass of each block is computed twice. Source: Chen et al., https://arxiv.org/abs/1604.06174.
 """
 
 from collections.abc import Callable

@@ -227,7 +227,7 @@ class Transformer(nn.Module):
             if getattr(parameter, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
             # DeepSpeed's zero.Init would make torch.empty return a 16-bit tensor on the GPU: other
-            # weights for the same seed. Training uses a subclass of it (deepspeed_setup.py).
+            # weights for the same seed. Training's subclass of it does not (deepspeed_setup.py).
             drawn = torch.empty(parameter.shape).normal_(mean=0.0, std=std)
             parameter.data.copy_(drawn)
 

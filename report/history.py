@@ -39,7 +39,7 @@ def read_history(path: Path) -> History:
         elif "forward_seconds" not in row:  # only the profiler's rows have this key
             train[row["step"]] = row
     if not (train or validation):
-        raise UsageError(f"{folder.metrics} is empty: the run has not logged a step yet")
+        raise UsageError(f"{folder.metrics}: the run has not logged a step yet")
     samples = {row["step"]: row for row in read_rows(folder.samples) if "text" in row}
     in_order = ([rows[step] for step in sorted(rows)] for rows in (train, validation, samples))
     return History(folder, read_settings(folder.settings), *in_order)

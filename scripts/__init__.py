@@ -4,6 +4,6 @@ import os
 
 import common  # noqa: F401  first, to handle Ctrl-C during slow imports
 
-# PyTorch's threads (GNU OpenMP) spin while they wait, by default 300,000 times. On busy cores this
+# By default PyTorch's threads (GNU OpenMP) spin 300,000 times before they sleep. On busy cores this
 # makes generation ten times slower. On free cores, 10,000 spins are as fast (docs/lab-log.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -1,7 +1,7 @@
 """Make `python PATH/scripts/generate.py` work like `python -m scripts.generate`.
 
 If a program is started by its path, Python finds this file instead of the real package `common`.
-In the search path for modules, this file replaces scripts/ by its parent folder.
+This file replaces scripts/ in sys.path by the repository's folder, which has that package.
 """
 
 import sys

@@ -14,7 +14,7 @@ if [ -z "$python" ]; then
     "$base" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && break
   done
   [ -n "$base" ] || fail "Python 3.10 to 3.13 is needed; set PYTHON=/path/to/python"
-  # PyPI's PyTorch is built for CUDA 13.0: it needs driver 580 and has no code for GPUs older than Turing (such as V100).
+  # PyPI's PyTorch is built for CUDA 13.0: it needs driver 580 or newer, and a GPU of Turing or newer (not V100).
   query() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null; }
   # Old drivers do not know compute_cap. If both queries fail, ignore their output: it is an error message.
   gpus=$(query driver_version,compute_cap) || gpus=$(query driver_version) || gpus=

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("runs", metavar="RUN", nargs="+", help="run, RUN@best, checkpoint, weights, or 'auto'")
     source = f"prepared folder, {', '.join(SUFFIXES)} file, folder of files, or '{BUILTIN}'"
-    add("--data", help=f"{source} (default: the data of the run)")
+    add("--data", help=f"{source} (default: the data of the first RUN)")
     tasks = ("packed", "text", "choice", "conversations")
     add("--task", choices=tasks, help="kind of --data (default: detected from it)")
     add("--text_column", help="key or column of the text in .jsonl, .csv, .parquet (default: text)")

@@ -1,4 +1,4 @@
-"""Define the flags that generate, chat and serve share, and load the model for them."""
+"""Define the flags that generate, chat and serve share, and load the model of RUN."""
 
 import argparse
 import os
@@ -42,8 +42,8 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def load(args: argparse.Namespace):
-    """Return the Decoder and the loaded weights, as storage.weights.Trained. Raises UsageError if
-    the device or the weights cannot be used."""
+    """Return the Decoder and the `storage.weights.Trained` of RUN. Raises UsageError if the device
+    or the weights cannot be used."""
     import torch
 
     from inference.decoder import Decoder

@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> None:
     add_model_flags(add)
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port")
-    add("--name", help="name of the model in requests (default: the name of its run)")
+    add("--name", help="name of the model in requests (default: from its folder)")
     add("--batch_size", type=at_least_1, default=16, help="answers computed together; others wait")
     args = parser.parse_args(argv)
     sampling = sampling_of(args)

@@ -7,7 +7,7 @@ A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent
                            name.momentum_buffer → Muon's momentum
     random.safetensors     per process: states of random generators, and sums for the next log line
     state.json             step, AdamW's step, validation loss, loss scale, number of processes,
-                           if compiled, model, adapters; "identity": what a resumed run must keep
+                           compiled or not, model, adapters; "identity": what a resume must keep
     manifest.json          size and SHA-256 of each file above
 
 Every engine that supports the run's optimizer can load a checkpoint, with any number of processes.

@@ -37,8 +37,8 @@ def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None
 
 
 def data_of(name: str) -> str:
-    """Return the data folder of a run. `name` is the run, or a checkpoint or weights in it; 'auto'
-    is the newest pretraining run. Raises UsageError if the run or its data is not found."""
+    """Return the data folder of a run. `name` is the run, RUN@best, a checkpoint or weights of
+    the run, or 'auto' (newest pretraining run). Raises UsageError if run or data is not found."""
     path = Path(name).resolve()
     if not path.exists():
         path = find_run(name.removesuffix(BEST), program=PRETRAINING).resolve()

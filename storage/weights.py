@@ -97,7 +97,7 @@ class WeightsFolder:
         return portable.load_config(self.path)
 
     def checked_tensors(self) -> Mapping[str, Tensor]:
-        """Return `tensors()`. Raises ConfigError if names or shapes do not fit the model."""
+        """Return `tensors()`. Raises ConfigError if they are damaged or do not fit the model."""
         weights = self.tensors()
         portable.require_fit(portable.without_memory(self.config()), weights, str(self.path))
         return weights
@@ -117,7 +117,7 @@ class WeightsFolder:
 
 
 def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
-    """Load a model by `load`, and its tokenizer; `name` is as in `WeightsFolder.find`.
+    """Load the model `name` (see `WeightsFolder.find`) and its tokenizer. `load` builds the model.
     Raises UsageError or ConfigError if files are missing, damaged, or do not match."""
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()

@@ -143,7 +143,7 @@ def test_the_program_answers_questions_from_a_pipe(
         (tmp_path / TEMPLATE_FILE).touch()
     flags = ["--temperature", "0", "--max_new_tokens", "12", "--device", "cpu", "--system"]
     answer = expected(model, tokenizer, turns("1 + 1")) + "\n"
-    last_lines = {"": None, "\udcff": "not valid UTF-8", "1" * 999: "shorten it"}  # → error
+    last_lines = {"": None, "\udcff": "not valid UTF-8", "1" * 999: "shorten the prompt"}  # → error
     for last, why in last_lines.items():
         raw = io.BytesIO(f"1 + 1\n{last}\n".encode(errors="surrogateescape"))
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(raw, "utf-8"))

@@ -96,7 +96,7 @@ def test_a_run_of_another_program_is_refused(tmp_path):
     (run / "settings.json").write_text(json.dumps({"program": SFT}))
     for named in (run, run / "checkpoints" / "step-00000010"):
         said = refused(tmp_path, resume=str(named))
-        assert f"first holds a run of {SFT}: choose another" in said
+        assert f"first holds a run of {SFT}: resume it with that program" in said
 
 
 def test_auto_takes_the_newest_checkpoint_of_all_runs_or_of_the_named_run(tmp_path):

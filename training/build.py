@@ -54,7 +54,7 @@ def build_model(
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
     # No cuDNN attention for conversations: it would prepare a new plan for each length.
-    # Code that an earlier run compiled for the same lengths with cuDNN still uses cuDNN.
+    # If the compile cache has code with cuDNN for the same lengths, the run still uses that code.
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if work.compiled:
         compile_blocks(model)

@@ -35,8 +35,8 @@ from training.run import Run
 from training.start import notebook_process, one_line_failures, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# Preflight takes some time until `plan`. The launch takes LAUNCH_SHARE times as long, not counting
-# the preparation of the text. END_SECONDS are for writing the results.
+# The launch is assumed to take LAUNCH_SHARE times the seconds of preflight before `plan` (without
+# those for preparing the text). Writing the results is assumed to take END_SECONDS.
 LAUNCH_SHARE, END_SECONDS = 1.5, 4
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
@@ -44,7 +44,7 @@ CORE_FLOPS, GPU_PEAK, GPU_SHARE = 5e10, 1e14, 0.3
 MOST_PASSES = 10  # over a text; with more passes a model only memorises it
 MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/encoding.py)
 MOST_PASSES_CHAT = 3  # over conversations
-STUDENT_SHARE = 0.7  # maximum share of the teacher's parameters, unless every shape has more
+STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
 CHAT_BATCH = 16  # about so many conversations per process in a step; fewer in short runs
 MEASURED_SECONDS = 1.5  # minimum time to measure; at least two steps
 # Measured steps save no checkpoint. They end by time, long before max_steps.
@@ -169,7 +169,7 @@ class Dial:
         return models
 
     def candidate(self, settings: dict[str, Any]) -> recipe.Candidate:
-        """Return a model with a micro-batch that suits the device and fits in a GPU's memory."""
+        """Return the model of a shape ({}: of `prepared`). Its micro-batch fits the device."""
         data, args = self.prepared.train_set, self.prepared.args
         config = self.prepared.config
         if settings:
@@ -194,8 +194,8 @@ class Dial:
         return recipe.Candidate(settings, parameters, flops, length, rows)
 
     def seconds(self, compiled: bool, model: recipe.Candidate) -> float:
-        """Measure the seconds of a step with one micro-batch; assume them if `assumes` is True or
-        if the step fails: a DeepSpeed file, for example, may be for several processes."""
+        """Measure the seconds of a step with one micro-batch; assume them if `assumes` is True. It
+        becomes True if a step fails, as with a DeepSpeed file that is for several processes."""
         if self.assumes:
             return self.assumed_seconds(model)
         args, source = self.prepared.args, self.prepared.source
@@ -204,7 +204,7 @@ class Dial:
         flags |= {"teacher": args.teacher} if args.teacher else {}
         flags |= {"init_from": str(source.path)} if source else {}
         if self.request.stage == "sft":
-            flags["conversations"] = "builtin"  # other data would contradict --data
+            flags["conversations"] = "builtin"  # beside --data, other values are refused
         if (file := file_of(args)) != "none":
             flags["deepspeed"] = file
         threads = None

@@ -2,7 +2,7 @@
 
 The divergence compares softmax(logits / T) of both models, with a temperature T. It is multiplied
 by T², because its gradients shrink as 1/T² (Hinton et al., https://arxiv.org/abs/1503.02531).
-More than CHUNK_LOGITS logits are divided into chunks; backward recomputes each chunk in fp32.
+More than CHUNK_LOGITS logits are divided into chunks; backward computes each chunk again.
 """
 
 from functools import partial

@@ -41,7 +41,7 @@ class StopRequest:
         self._save_at = time.monotonic() + self.save_seconds
 
     def reason(self) -> str | None:
-        """Return the reason to stop or None; set `time_to_save`. Every process must call it."""
+        """Return the reason to stop or None; set `time_to_save`. Every process must call this."""
         now = time.monotonic()
         code = self._signal or TIME_LIMIT * (now > self.deadline)
         code = self.engine.largest(code or SAVE * (self.engine.is_main and now > self._save_at))
@@ -71,11 +71,11 @@ def end_stopped(engines: list[Engine], saved: bool) -> None:
 
 
 def how_to_resume(run: Path | str) -> str:
-    """Return the typed command, or RESUME_WITH (set by run_accelerate.sh), with --resume added."""
+    """Return the command that resumes a run, or the words "the same command with --resume RUN"."""
     typed = shlex.join([python(), *sys.argv])
     if "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
         typed = "the same command with"  # this process does not know the launcher's flags
-    typed = os.environ.get("RESUME_WITH", typed)
+    typed = os.environ.get("RESUME_WITH", typed)  # run_accelerate.sh sets it
     typed = re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", typed)  # a quoted or a bare value
     return f"{typed} --resume {shlex.quote(str(run))}"
 
@@ -87,7 +87,7 @@ def python() -> str:
 
 def exit_rank() -> None:
     """End a rank that has finished or printed its error. Skip Python's shutdown, in which gloo may
-    abort. After an error the launcher thus ends the other ranks before they print it too."""
+    abort. After an error the launcher ends the other ranks, which wait (see `one_line_errors`)."""
     error = sys.exc_info()[1]
     if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
         return

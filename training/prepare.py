@@ -36,7 +36,7 @@ OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
     *("num_workers", "teacher", "teacher_config", "time_limit"),
 }
-# Settings that may contradict the initial weights. No weight's shape depends on max_seq_len.
+# Settings that may differ from those of the initial weights: they change no weight's shape.
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 

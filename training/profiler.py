@@ -12,11 +12,11 @@ from torch import nn
 from training.arguments import TrainingArguments
 
 PHASES = ("data", "forward", "backward", "optimizer")
-KEPT_TRACES = 10  # number of newest traces to keep per rank, so that traces do not fill the disk
+KEPT_TRACES = 10  # traces per rank; older ones are deleted, so that they do not fill the disk
 
 
 class StepProfiler:
-    """Measure one step in every --profile_interval steps. A phase ends when the GPU is idle.
+    """Measure one step in every --profile_interval steps. A phase includes the wait for the GPU.
     The trace in `folder` has only the last micro-batch and the optimizer, to stay small."""
 
     def __init__(

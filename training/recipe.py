@@ -1,7 +1,7 @@
 """Compute the model and the flags that run_accelerate.sh uses for a text, a machine and a time.
 
 `choose` measures nothing: it gets a function that returns the seconds of a step.
-docs/recipe.md has the measurements behind the numbers; `python -m benchmarks.recipe` repeats them.
+docs/recipe.md has the measurements behind the numbers; benchmarks.recipe repeats those of shapes.
 """
 
 import math
@@ -39,7 +39,7 @@ class Task:
     most_passes: float  # more passes would only memorise the text
     copies: int = 1  # segmentations of the text in an epoch, see data/encoding.py
     validation_tokens: float = 0  # tokens of one validation
-    sequences: float | None = None  # per step on all processes; None: the run's tokens decide
+    sequences: float | None = None  # maximum per step of all processes; None: tokens decide
     processes: int = 1
     typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
 
@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def size(self) -> float:
-        """Parameters that decide the choice. Two layers learn faster than three and end worse."""
+        """Parameters for the choice. Like a smaller model, two layers learn fast and end worse."""
         return self.parameters * (TWO_LAYERS if self.settings["n_layers"] == 2 else 1)
 
 

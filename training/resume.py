@@ -41,7 +41,7 @@ class StartingPoint:
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
     """Find the run folder and, for --resume, its newest undamaged checkpoint or the named one.
-    Raises UsageError if --resume PATH has none, all are damaged, or the folder is another run's."""
+    Raises UsageError if PATH has no checkpoint, all are damaged, or the folder has another run."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []
@@ -49,8 +49,7 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
         if found := run_to_resume(out, args.program, args.run_name):
             run, checkpoints = found, found.all_checkpoints()
         else:
-            searched = out / (args.run_name or "")
-            print(f"--resume auto: no checkpoint in {searched}, a new run starts")
+            print(f"--resume auto: no checkpoint in {out}/{args.run_name or ''}, a new run starts")
     elif args.resume is not None:
         named = Path(args.resume).resolve()
         checkpoints = RunFolder(named).all_checkpoints() or [named]
@@ -61,7 +60,8 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
         if args.run_name not in (None, run.path.name):
             raise UsageError(f"--run_name {args.run_name}: leave it out, {run.path} is resumed")
     if run.settings.exists() and (program := program_of(run)) != args.program:
-        raise UsageError(f"{run.path} holds a run of {program}: choose another --run_name")
+        remedy = "resume it with that program" if checkpoints else "choose another --run_name"
+        raise UsageError(f"{run.path} holds a run of {program}: {remedy}")
     if run.metrics.exists() and not args.resume:
         raise UsageError(f"{run.path} holds a run: pass --resume auto, or another --run_name")
     newest, problems = newest_undamaged(checkpoints)

@@ -97,7 +97,7 @@ def step_batches(prepared: Prepared, engine: Engine) -> Iterator[Iterable[MicroB
 
 class Run:
     """One training run. Creating it builds the model with random weights, and loads the checkpoint
-    of a resumed run; `start_run` loads --init_from. `name` is printed before each log line."""
+    of a resumed run; training/start.py loads --init_from. Each log line begins with `name`."""
 
     def __init__(self, prepared: Prepared, engine: Engine, stop: StopRequest, name: str = ""):
         self.prepared, self.engine, self.stop = prepared, engine, stop
@@ -166,8 +166,8 @@ class Run:
         self, loss: Tensor, batch: MicroBatch, routing: Tensor | None = None, **parts: Tensor
     ) -> None:
         """Run the backward pass of a micro-batch and record its loss for the log. `loss` is the
-        mean over the targets that count; the engine divides it by --accumulation_steps. `routing`
-        of a model with experts adds the balancing loss to the gradient, but not to the logged loss.
+        mean over the targets that count; the engine divides it by --accumulation_steps. With the
+        `routing` of experts the gradient includes the balancing loss; the logged loss does not.
         `parts` are detached means that are logged too."""
         self.profiler.phase("backward")
         trained = loss
@@ -187,8 +187,8 @@ class Run:
             self.log.meter.add(share, loss=loss.detach(), **parts)
 
     def clip_gradients(self) -> float | Tensor:
-        """Clip the gradient's norm to --grad_clip; return the norm before that. On a GPU without
-        DeepSpeed the norm is a tensor; reading it waits. Skip a step with a non-finite norm."""
+        """Clip the gradient to --grad_clip; return its norm before clipping. Skip a step with a
+        non-finite norm. On a GPU without DeepSpeed the norm is a tensor; reading it waits."""
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -217,7 +217,7 @@ class Run:
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
-        # Reading the counter waits for the GPU. If the norm is there, read only every `most` steps.
+        # If the norm is on a GPU, reading the counter waits: then read it only every `most` steps.
         waits = getattr(grad_norm, "is_cuda", False)
         if self._is_time(step, most if waits else 1):
             bad = int(self.log.meter.worst_in_row)
@@ -231,7 +231,7 @@ class Run:
         return val_loss
 
     def validate(self, step: int) -> float | None:
-        """Log and return the validation loss; None without validation data or if not finite."""
+        """Log and return the validation loss; None if it is not finite or there are no data."""
         if not self.val_loader:
             return None
         with self.log.clock.pause():

@@ -23,7 +23,7 @@ def validation_loader(
         Subset(dataset, chosen),
         batch_size,
         collate_fn=getattr(dataset, "collate", None),
-        generator=torch.Generator(),  # by default it would share dropout's generator
+        generator=torch.Generator(),  # the default generator also draws dropout masks
     )
     return accelerator.prepare_data_loader(loader)
 

@@ -12,8 +12,8 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_main_process
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
-# Compiling shortens a run of at least this many model FLOPs per process: on two CPU cores 50 s at
-# 0.4 TFLOP/s (compiling took 10 s and saved 20%); on a GPU, as a guess, 150 s at 200 TFLOP/s.
+# Compiling shortens a run of at least this many model FLOPs per process. On two CPU cores it took
+# 10 s and saved 20%: 50 s at 0.4 TFLOP/s break even. On a GPU, a guess: 150 s at 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
@@ -36,7 +36,7 @@ def why_not_compile(
     if wanted == "off":
         return "--compile off"
     why = None
-    if engine.divides_model:  # torch.compile would compile again when weights are gathered again
+    if engine.divides_model:  # torch.compile would compile again whenever weights are gathered
         why = "under ZeRO-3 compiling takes more time than it saves"
     elif recorded is False:
         why = "the run was not compiled before it was stopped"

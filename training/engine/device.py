@@ -183,7 +183,7 @@ def available_memory(device: torch.device, processes: int) -> int:
 def keep_freed_memory() -> bool:
     """Make glibc's allocator keep freed memory; return False if this is not possible.
     By default glibc gives large blocks back to the system. Each page of the next block then causes
-    a page fault. On a CPU they took a third of the time or more (docs/performance.md)."""
+    a page fault. On a CPU page faults took a third of a step or more (docs/performance.md)."""
     libc = ctypes.CDLL(None)
     if sys.platform != "linux" or not hasattr(libc, "gnu_get_libc_version"):
         return False
@@ -192,8 +192,8 @@ def keep_freed_memory() -> bool:
 
 def use_all_cores() -> None:
     """Divide this machine's cores among its processes, unless the user has set OMP_NUM_THREADS.
-    Some launchers set it to 1 for their processes. In this case the environment of the launcher
-    process tells whether the user has set the variable."""
+    Some launchers set this variable to 1 for their processes. In this case the environment of the
+    launcher process tells whether the user has set the variable."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
         threads = None

@@ -26,7 +26,7 @@ OVERHEAD = GIB  # bytes of Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # factor for activations and buffers on a GPU
 CPU_KEEPS = 1.5  # factor for activations on a CPU: some freed blocks fit no later tensor
 CPU_COPIES, CPU_COPIES_3 = 7, 9  # copies of weights on a CPU: at stages 1 and 2; at stage 3
-NVME_BUFFERS = 5 * 50_000_000  # DeepSpeed's buffer_count × buffer_size of zero_infinity.json
+NVME_BUFFERS = 5 * 50_000_000  # elements: default buffer_count × zero_infinity.json's buffer_size
 LARGEST_BATCH = 4096  # sequences in the largest micro-batch that is tried
 # Engines in the order in which to try them: NAME of configs/NAME.yaml → DeepSpeed file.
 NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero_infinity")
@@ -100,8 +100,8 @@ class Workload:
     processes: int
     device: torch.device  # where the process trains; this machine need not have such a device
     compiled: bool
-    teacher: Transformer | None = None  # of distillation, on the meta device
-    teacher_config: dict | None = None  # of DeepSpeed, if ZeRO-3 divides the teacher
+    teacher: Transformer | None = None  # the model to learn from, on the meta device
+    teacher_config: dict | None = None  # the DeepSpeed file that divides the teacher
 
     @property
     def on_cpu(self) -> bool:
@@ -114,12 +114,12 @@ class Workload:
 
     @property
     def trained(self) -> int:
-        """Number of trained parameters: all parameters, or only those of adapters."""
+        """Number of parameters that are not frozen."""
         return sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
 
 
 class Estimate(NamedTuple):
-    """Bytes of one process. Held and working are on its GPU, or in RAM without a GPU."""
+    """Bytes of one process. `held` and `working` are on its GPU, or in RAM without a GPU."""
 
     held: int  # weights, gradients and optimizer state, and the weights of a teacher
     working: int  # the peak of activations, logits and buffers
@@ -241,9 +241,9 @@ def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to the others in an optimizer step.
 
     In a ring of P processes each process sends (P - 1) / P of the gathered or scattered bytes, and
-    twice as much for an all-reduce. DDP, ZeRO-1, and ZeRO-2 with `coalesces` exchange gradients
-    once per step. ZeRO-3, and ZeRO-2 without `coalesces`, do so in each micro-batch. ZeRO-1 and 2
-    gather weights once per step, ZeRO-3 in forward and backward.
+    twice as much for an all-reduce. DDP, ZeRO-1 and 2 all-reduce gradients, ZeRO-3 scatters them:
+    ZeRO-3, and ZeRO-2 without `coalesces`, in each micro-batch, the others once per step. ZeRO-1
+    and 2 gather weights once per step, ZeRO-3 in each forward and backward.
     """
     n, t, h = work.shapes.num_parameters(), work.trained, work.itemsize
     ring = (work.processes - 1) / work.processes

@@ -70,7 +70,7 @@ class Engine:
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
 
     def fit_to(self, dim: int, n_parameters: int) -> None:
-        """Set DeepSpeed sizes that depend on the model. Call this before `accelerator.prepare`."""
+        """Set the sizes in `deepspeed` that depend on the model, before `accelerator.prepare`."""
         if self.deepspeed is not None:
             zero = self.deepspeed["zero_optimization"]
             if zero.get(BY_WIDTH) == "auto":  # norms and small matrices stay whole on every process
@@ -174,7 +174,7 @@ def announced_wait() -> Iterator[None]:
 
 
 def set_launch_variables(*models: TrainingArguments) -> None:
-    """Set the environment variables that `accelerate launch` would set.
+    """Set the environment variables that `accelerate launch` sets for a DeepSpeed file.
 
     If several models train, a model without --deepspeed uses the launcher's DeepSpeed file.
     Raises UsageError if --deepspeed contradicts the launcher, or if only some models use DeepSpeed.
@@ -229,8 +229,8 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
 
 
 def _check_flag(name: str, value, source: str) -> None:
-    """Raise UsageError if the launcher's variable "ACCELERATE_" + `name` differs from `value`,
-    which `source` gives. "no" and "none" are the launcher's defaults, as if nothing was typed."""
+    """Raise UsageError if the launcher's variable "ACCELERATE_" + `name` differs from `value`.
+    `source` names the flag or file of `value`. "no" and "none", the defaults, are accepted."""
     launched = os.environ.get(f"ACCELERATE_{name}", "auto")
     same = launched in ("auto", "none", "no", str(value))
     if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):

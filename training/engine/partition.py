@@ -28,7 +28,7 @@ class Partition(NamedTuple):
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the whole parameter; under ZeRO-3 `parameter.shape` is empty."""
+    """Return the shape of the whole parameter; under ZeRO-3 `parameter.shape` may be (0,)."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -79,8 +79,8 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """Yield one partition for each sub-group, of which a process holds at most about
-    "sub_group_size" elements. All shares of a parameter are equal; the last may be padded."""
+    """Yield one partition for each of DeepSpeed's sub-groups, with at most about "sub_group_size"
+    elements. Every process holds an equally large share of a parameter, if need be with padding."""
     if writes:
         zero._partition_all_parameters()  # some parameters may be gathered now
     for index, group in enumerate(zero.fp16_groups):

@@ -30,7 +30,7 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, tensor: Tensor) -> d
 
 def catch_up(optimizer, step: int) -> None:
     """Give DeepSpeed's CPU AdamW exactly the bias correction that it has after `step` steps.
-    DeepSpeed multiplies powers of the betas step by step and has no setter: take empty steps."""
+    Each step multiplies DeepSpeed's powers of the betas. A jump rounds differently: take steps."""
     group = optimizer.param_groups[0]
     betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
     settings = (0.0, *betas, eps, 0.0, correct)  # learning rate 0, weight decay 0
@@ -59,7 +59,7 @@ class TrainingState:
         return self._whole(moments=True)
 
     def whole_model(self) -> Transformer | None:
-        """Return the model; under ZeRO-3 a copy on the main process's CPU, None on the others."""
+        """Return the model; under ZeRO-3 a copy on the main process's CPU, None elsewhere."""
         if not self.engine.divides_model:
             return self.model
         weights = self.weights()
