@@ -2,10 +2,10 @@
 
     python -m benchmarks.throughput --sizes 26m
 
-The first contender, A, is the baseline and takes its turns alone. Each other one takes one turn
-alone, and then takes turns with A: A B A B A B, then A C A C A C. If the speed of the machine
-drifts, the ratio of two contenders within one round is more reliable than their speeds; the table
-has the median of these ratios. At most two contenders are in memory at a time. --contenders takes
+The first chosen contender in the order of the table, A, is the baseline and takes its turns alone.
+Each other one first takes one turn alone, then turns with A: A B A B A B. If the speed of the
+machine drifts, the ratio of two contenders within one round is more reliable than their speeds; the
+table has the median of these ratios. At most two contenders are in memory at a time. --contenders takes
 names, such as ours-zero2-compiled, and groups: all, ours, peers, transformers and litgpt. The
 groups blocks, selective, muon and uncoalesced are variants of ours; `all` and `ours` omit them.
 """
@@ -71,7 +71,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--contenders", nargs="+", default=["all"], help=known)
     add("--rounds", type=int, default=5, help="rounds of each contender with the first")
     add("--steps", type=int, default=10 if n_gpus else 3, help="steps per turn")
-    add("--warmup_steps", type=int, default=3, help="steps before the first turn")
+    add("--warmup_steps", type=int, default=3, help="untimed steps after the first step")
     add("--batch_size", type=int, help="sequences per micro-batch (default: by --sizes)")
     add("--seq_len", type=int, help="tokens per sequence (default: by --sizes)")
     add("--accumulation_steps", type=int, default=1, help="micro-batches per step")

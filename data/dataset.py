@@ -30,7 +30,7 @@ class TokenStream(Dataset):
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
     lengths: np.ndarray | None = None  # number of targets of each sample; None: always seq_len
-    n_first: int = 0  # samples of the first segmentation (data/encoding.py), if others follow
+    n_first: int = 0  # samples of the first of several copies of a small text, else 0
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder = Path(folder)

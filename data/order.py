@@ -1,6 +1,6 @@
 """The order in which samples are read: a shuffle that stores no list, divided among processes.
 
-The position of a sample is the number of samples that all processes consume before it. The sample
+The processes together read a stream of samples. A position counts the samples before it. The sample
 at a position depends on the seed, but not on the number of processes. A resumed run with the same
 seed and global batch therefore continues with the same samples on any number of processes.
 """

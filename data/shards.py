@@ -24,7 +24,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 class ShardWriter:
     """Write the documents of one split into shards, and the positions of answers into one file.
-    A shard ends after the document with which it has shard_tokens tokens or more."""
+    A shard ends after the document that brings it to shard_tokens tokens or more."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
         self.folder = folder

@@ -1,6 +1,6 @@
 """Cross-entropy of the next token, without holding all logits of a large vocabulary in memory.
 
-Each logit takes up to 12 bytes with its log-probability and gradient. For 32 sequences of 512
+A logit, its log-probability and its gradient take up to 4 bytes each. For 32 sequences of 512
 tokens and a vocabulary of 49,152 this is 9.7 GB. Above LARGE_VOCABULARY the loss is therefore
 computed in chunks of about CHUNK_LOGITS logits. Backward computes the logits of a chunk again,
 which adds a third to the matrix products of the output layer. Each chunk also writes a gradient as

@@ -50,8 +50,8 @@ def pack(packed, tmp_path):
 
 
 def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
-    """Return the ids of each conversation of a split, and of its answers, without this project's
-    reader."""
+    """Return the ids of each conversation of a split, and of its answers. numpy reads the files, so
+    a fault of this project's reader cannot hide."""
     part = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))["splits"][split]
     if not part["tokens"]:
         return []

@@ -156,7 +156,7 @@ def test_an_error_of_accelerate_becomes_one_line(environ):
     assert "\n" not in str(error.value)
 
 
-def test_buckets_are_no_larger_than_all_gradients():
+def test_buckets_are_no_larger_than_all_gradients_together():
     for wanted, given in ((50_000_000, 1000), (10, 10)):
         zero = {"stage": 2, "reduce_bucket_size": wanted}
         engine = Engine(None, "DeepSpeed ZeRO-2", {"zero_optimization": zero})

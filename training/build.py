@@ -53,8 +53,8 @@ def build_model(
             parameter.data = parameter.data.to(getattr(torch, args.dtype))
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
-    # No cuDNN attention for conversations: it would prepare a new plan for each length.
-    # If the compile cache has code with cuDNN for the same lengths, the run still uses that code.
+    # No cuDNN attention for conversations: it would prepare a new plan for each length. (Blocks
+    # that an earlier run compiled with cuDNN for the same lengths may still use it.)
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if work.compiled:
         compile_blocks(model)
@@ -63,7 +63,7 @@ def build_model(
     optimizer = build_optimizer(model, args, engine)
     # A GPU's total memory, not its free memory, so that a resumed run decides in the same way.
     size = sys.maxsize if work.on_cpu else torch.cuda.mem_get_info(accelerator.device)[1]
-    # All processes must reduce at the same time: if one GPU is too small, no process coalesces.
+    # If one GPU has too little memory to reduce once per step, all reduce in each micro-batch.
     engine.coalesces = engine.total(int(not can_coalesce(engine.kind, work, size))) == 0
     try:
         model, optimizer = accelerator.prepare(model, optimizer)

@@ -25,7 +25,7 @@ from training.prepare import Prepared
 
 class LossMeter:
     """Weighted means of the loss and of `parts` since the last `take`, without steps whose gradient
-    norm is not finite. `add` never waits for a GPU, `end_step` only if the norm is a float."""
+    norm is not finite. `add` never waits for a GPU, `end_step` only to copy a float norm to it."""
 
     def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
         self.accelerator = accelerator

@@ -137,13 +137,13 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set a step's learning rate before backward: DeepSpeed may update the weights there."""
+        """Set a step's learning rate. DeepSpeed may update the weights in `backward`."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step) * group.get("lr_factor", 1.0)  # Muon: own peak
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield a step's micro-batches. Then reduce and update, if ZeRO-2 reduces once per step."""
+        """Yield a step's micro-batches. At the end, update the weights if `engine.coalesces`."""
         self.profiler.phase("data")
         coalesces = self.engine.coalesces
         with self.model.coalesce_grad_reduction() if coalesces else nullcontext():
