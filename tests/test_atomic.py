@@ -42,7 +42,7 @@ def folder_of(path: Path, text: str) -> Path:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file, or of the only file of a folder by `folder_of`."""
+    """Return the text of a file, or of the only file in a folder; its name must be "file"."""
     if path.is_file():
         return path.read_text()
     assert names(path) == ["file"]
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_synced_is_accepted_but_a_disk_error_is_raised(
 
 
 def test_the_next_write_deletes_the_leftovers_of_a_killed_process(tmp_path):
-    """The process may have been killed while writing, between two renames, or while deleting."""
+    """The process was killed while writing, after renaming the old folder, or while deleting it."""
     folder_of(tmp_path / "new.partial", "half")
     folder_of(tmp_path / "new.deleting", "old")
     folder_of(tmp_path / "newer.partial", "of another")

@@ -38,7 +38,7 @@ def chat(model, tokenizer):
     return Chat(decoder=Decoder(model), tokenizer=tokenizer, **settings)
 
 
-@pytest.mark.parametrize("n_fitting", [3, 4])  # 3 are kept: a question is dropped with its answer
+@pytest.mark.parametrize("n_fitting", [3, 4])  # of 4 only 3 stay: no answer without its question
 def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
     chat, tokenizer, capsys, n_fitting
 ):
@@ -143,8 +143,8 @@ def test_the_program_answers_questions_from_a_pipe(
         (tmp_path / TEMPLATE_FILE).touch()
     flags = ["--temperature", "0", "--max_new_tokens", "12", "--device", "cpu", "--system"]
     answer = expected(model, tokenizer, turns("1 + 1")) + "\n"
-    last_lines = {"": None, "\udcff": "not valid UTF-8", "1" * 999: "shorten the prompt"}  # → error
-    for last, why in last_lines.items():
+    errors_by_last_line = {"": None, "\udcff": "not valid UTF-8", "1" * 999: "shorten the prompt"}
+    for last, why in errors_by_last_line.items():
         raw = io.BytesIO(f"1 + 1\n{last}\n".encode(errors="surrogateescape"))
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(raw, "utf-8"))
         with pytest.raises(SystemExit, match="2") if why else nullcontext():

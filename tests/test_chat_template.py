@@ -53,7 +53,7 @@ def test_conversations_have_the_ids_of_transformers_template(tokenizer, tmp_path
         messages, (ids, _) = [t._asdict() for t in turns], encode_conversation(tokenizer, turns)
         assert exported.apply_chat_template(messages, return_dict=False) == ids, turns
         markers = [id for id in ids if id in (tokenizer.bos_id, tokenizer.eos_id)]
-        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * len(turns)  # contents add none
+        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * len(turns)  # texts add no marker
         options = {"add_generation_prompt": True, "return_dict": False}
         theirs = exported.apply_chat_template(messages, **options)
         assert theirs == encode_chat_prompt(tokenizer, turns), turns
@@ -85,7 +85,7 @@ def test_the_counted_tokens_decode_to_the_answer_exactly(packed):
 
 
 def test_a_token_that_begins_before_the_answer_counts_too():
-    def encode_batch(texts: list[str]) -> list[list[int]]:
+    def encode_batch(texts: list[str]) -> list[list[int]]:  # "\n\n" becomes one token
         return [list(map(ord, text.replace("\n\n", "\u2028"))) for text in texts]
 
     joining = SimpleNamespace(bos_id=1, eos_id=2, encode_batch=encode_batch)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: `damage` tells whether a checkpoint is sound, and never raises."""
+"""Checkpoints on disk: `damage` says what is wrong with a checkpoint, and never raises."""
 
 import json
 import random
@@ -89,10 +89,10 @@ def test_damage_of_any_file_is_reported_in_one_line(run):
 
 @pytest.fixture
 def tuned(run, tmp_path) -> SimpleNamespace:
-    """A run with adapters: its base, and a checkpoint that has only the trained tensors."""
+    """A run with adapters. Its base has the weights + 1. Its checkpoint has the trained tensors."""
     model = adapted(only_lora=False)
     base = {n: p.detach() + 1 for n, p in model.named_parameters() if not is_adapter(n)}
-    (tmp_path / "tokenizer.model").write_bytes(b"of no matter")
+    (tmp_path / "tokenizer.model").write_bytes(b"any bytes")
     write_base(run, model.config, base, tmp_path / "tokenizer.model")
     trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     state = state_of(3, model=model.config.to_dict(), lora=vars(model.lora))
@@ -101,7 +101,7 @@ def tuned(run, tmp_path) -> SimpleNamespace:
 
 
 def test_a_checkpoint_with_adapters_is_read_with_the_base_of_its_run(run, tuned):
-    assert WeightsFolder.find(str(run.base)).tokenizer.read_bytes() == b"of no matter"
+    assert WeightsFolder.find(str(run.base)).tokenizer.read_bytes() == b"any bytes"
     merged = merged_weights(ChainMap(tuned.trained, tuned.base), tuned.model.lora)
     for name in (run.path, run.checkpoint(3)):
         folder = WeightsFolder.find(str(name))

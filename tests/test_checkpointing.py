@@ -118,7 +118,7 @@ def test_a_saved_state_is_loaded_again(run):
 
 @pytest.fixture
 def of_three(run, monkeypatch):
-    """A checkpoint of three ranks. The meter of rank i has the loss 1 + i and the weight 2 + i."""
+    """A checkpoint of three ranks. Rank i's meter has the sums 1 + i (loss) and 2 + i (weight)."""
 
     def gather(mine: list[dict]) -> list[dict]:
         everyone = [{name: value.clone() for name, value in mine[0].items()} for _ in range(3)]

@@ -60,7 +60,7 @@ def test_hidden_dim_follows_from_dim_as_in_llama(dim, multiple_of, hidden_dim):
     assert LMConfig(dim=dim, multiple_of=multiple_of).hidden_dim == hidden_dim
 
 
-def test_a_config_without_head_dim_and_rope_scaling_gives_the_same_model():
+def test_a_config_without_head_dim_and_rope_scaling_gets_their_defaults():
     old = LMConfig().to_dict()
     del old["head_dim"], old["rope_scaling"]
     assert LMConfig.from_dict(old).shape() == LMConfig().shape()

@@ -135,7 +135,7 @@ def read(path: Path | str) -> list[tuple[str, list[Turn]]]:
     ]
 
 
-def test_a_folder_may_hold_jsonl_compressed_jsonl_and_parquet(tmp_path):
+def test_jsonl_zst_and_parquet_files_of_a_folder_are_read_and_others_ignored(tmp_path):
     line = json.dumps({"messages": DICTS}).encode()
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\n\n" + line)
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(line))

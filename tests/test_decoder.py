@@ -142,7 +142,7 @@ def test_a_step_beyond_the_context_is_an_error():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(7, 5), (600, 500)])  # fp32: below and above 2^18
+@pytest.mark.parametrize("size", [(7, 5), (600, 500)])  # fp32: below and above 2^18 weights
 def test_packed_weights_give_the_products_of_the_original_weights(dtype, size):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(size[1], rows, bias=False, dtype=dtype) for rows in (size[0], 3)]

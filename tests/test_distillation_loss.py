@@ -101,7 +101,7 @@ def test_chunks_compiled_or_not_give_the_loss_and_gradient_of_one_whole_batch(
 
 
 @EVERY_KL
-def test_logits_beyond_the_tokenizer_count_in_the_hard_loss_but_not_in_the_soft_loss(kl):
+def test_logits_beyond_the_vocabulary_count_in_the_hard_loss_but_not_in_the_soft_loss(kl):
     ours, theirs, targets = some_logits(1), some_logits(2), some_targets()
     without, _ = with_gradient(ours, theirs, targets, kl=kl)
     wider = torch.cat([ours, some_logits(3)[..., :5]], dim=-1)

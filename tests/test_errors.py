@@ -36,7 +36,7 @@ def test_an_expected_error_or_a_full_disk_prints_one_line_on_stderr(capsys, erro
 
 @pytest.mark.parametrize(
     "error",
-    [KeyError("boom"), BrokenPipeError(errno.EPIPE, "a worker's, not the output's")],
+    [KeyError("boom"), BrokenPipeError(errno.EPIPE, "a worker's pipe, not stdout")],
 )
 def test_other_errors_pass_through(error):
     with pytest.raises(type(error)), one_line_errors("prog", UsageError):
@@ -53,7 +53,7 @@ WRITES = """
 """
 FAILS = """
     print(0, flush=True)
-    input()  # until the reader has closed the pipe
+    input()  # waits until the reader has closed the pipe
     print(1)
     raise UsageError("x")
 """
@@ -68,7 +68,7 @@ def command(lines: str) -> dict:
 @pytest.mark.parametrize(
     ("lines", "code", "says"), [(WRITES, 141, b""), (FAILS, 2, b"prog: error: x\n")]
 )
-def test_a_closed_pipe_ends_a_program_with_no_message_but_its_own_error(lines, code, says):
+def test_a_program_whose_reader_closed_the_pipe_prints_only_its_own_error(lines, code, says):
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(**command(lines), **pipes) as process:
         assert process.stdout.readline() == b"0\n"

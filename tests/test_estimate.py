@@ -123,10 +123,10 @@ def test_compiling_recomputing_and_chunks_of_logits_lower_the_estimate():
     assert working(compiled=True) < working()
     sizes = [working(gradient_checkpointing=how) for how in ("blocks", "selective", "off")]
     assert sizes == sorted(set(sizes))
-    many = {"vocab_size": 1 << 17, "n_layers": 1}
-    assert 12 * 2**28 < working(shape=many, batch_size=32) < 1.2 * 12 * 2**28  # of 2**29 logits
+    many = {"vocab_size": 1 << 17, "n_layers": 1}  # 2**24 logits per sequence
+    assert 12 * 2**28 < working(shape=many, batch_size=32) < 1.2 * 12 * 2**28  # 2**28 at once
     on_cpu = working(shape=many, batch_size=16, device=CPU)
-    assert on_cpu < 2 * 12 * 2**25  # 12 bytes × 2**25 of the 2**28 logits
+    assert on_cpu < 2 * 12 * 2**25  # 2**25 logits at once, 12 bytes each
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3"])
@@ -146,9 +146,9 @@ def test_the_bytes_sent_equal_a_count_by_hand():
         work = workload(processes=4, accumulation_steps=3)
         sent[name] = estimate(kind, work).sent / (3 / 4 * n)
         assert estimate(kind, workload()).sent == 0  # one process sends nothing
-    assert sent["ddp"] == pytest.approx(2 * 4, rel=1e-3)
-    assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)
-    assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)
+    assert sent["ddp"] == pytest.approx(2 * 4, rel=1e-3)  # all-reduce (2) of 4 bytes
+    assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)  # 2 bytes: all-reduce, gather (1)
+    assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)  # 3 micro-batches
     once = estimate(replace(KINDS["zero2"], coalesces=True), work).sent / (3 / 4 * n)
     assert once == pytest.approx(2 * (2 + 1), rel=1e-3)
     # zero3.json keeps the weights of a small model gathered until backward; zero_infinity does not.

@@ -97,7 +97,7 @@ def test_without_data_the_validation_split_of_the_run_is_scored(
     assert f"documents, {result['tokens']:,} tokens, {result['bytes']:,} bytes" in out
     if not limit:
         stream = [token for tokens, _ in dataset for token in tokens.tolist()]
-        documents = {stream[: i + 1].count(1) for i in range(0, len(stream), SEQ_LEN)}
+        documents = {stream[: i + 1].count(1) for i in range(0, len(stream), SEQ_LEN)}  # 1: bos_id
         assert result["units"] == len(documents) < len(dataset)
     assert f"95%, from the differences among {result['units']:,} documents (at least" in out
     loss = result["metrics"]["loss"]
@@ -114,7 +114,7 @@ def test_a_folder_of_text_is_scored_with_the_named_column(evaluate, tmp_path):
     _, result = evaluate("--data", folder, "--text_column", "body")
     assert (result["task"], result["units"]) == ("text", 2)
     assert result["bytes"] == 2 * len(text.encode())
-    assert result["metrics"]["loss"]["low"] is None
+    assert result["metrics"]["loss"]["low"] is None  # too few documents for an interval
 
 
 def test_questions_are_scored_with_the_delimiter_or_the_chat_template(

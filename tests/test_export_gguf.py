@@ -16,7 +16,7 @@ from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
 from scripts import export_gguf
 
-# No value is LMConfig's default; rows of 96 and 160 are whole blocks of 32.
+# No value is LMConfig's default. Rows of 96 and 160 numbers fill whole blocks of q8_0 (32 each).
 SHAPE = {
     "dim": 96,
     "n_layers": 2,
@@ -32,7 +32,7 @@ SHAPE = {
 
 @pytest.fixture
 def weights(packed, tmp_path):
-    """Writes portable weights of a shape and returns their folder."""
+    """Writes portable weights of SHAPE with some changes; returns their folder."""
 
     def write(**changes) -> Path:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""scripts.generate: prompts in, continuations out; flags that the three programs refuse."""
+"""scripts.generate: prompts in, continuations out; flags that generate, chat and serve refuse."""
 
 import importlib
 import io
@@ -44,7 +44,7 @@ def call(weights, capsys, monkeypatch):
 
 
 def expected(weights: Path, prompt: str, n: int, **sampling) -> str:
-    """Return the prompt and its continuation, at most n tokens, as one text."""
+    """Return the prompt and its continuation of at most n tokens as one text."""
     tokenizer = Tokenizer(weights / "tokenizer.model")
     ids, next_ids = tokenizer.encode_prompt(prompt)
     options = {"next_ids": [next_ids], "stop_ids": (tokenizer.eos_id,)}
@@ -53,7 +53,7 @@ def expected(weights: Path, prompt: str, n: int, **sampling) -> str:
     return tokenizer.decode(ids + new)
 
 
-@pytest.mark.parametrize("prompt", ["sum 3:", "sum 3: ", " "])  # a space at the end
+@pytest.mark.parametrize("prompt", ["sum 3:", "sum 3: ", " "])  # the last two end with a space
 def test_the_prompt_and_a_continuation_sampled_by_the_flags_are_printed(call, weights, prompt):
     settings = {"temperature": 1.5, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "seed": 5}
     settings["repetition_penalty"] = 1.3

@@ -269,7 +269,7 @@ class Malicious:
         (lambda s: {"model": s, "x": Malicious()}, "--n_heads 6", "holds code, which is not run"),
     ],
 )
-def test_other_state_dicts_code_and_a_wrong_n_heads_are_refused(
+def test_a_wrong_n_heads_other_state_dicts_and_code_are_refused(
     state, tmp_path, refusal, monkeypatch, change, flags, says
 ):
     monkeypatch.chdir(tmp_path)

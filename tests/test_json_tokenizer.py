@@ -104,7 +104,7 @@ def refused(path: Path) -> str:
     return str(error.value)
 
 
-def test_a_file_that_is_no_byte_level_bpe_is_refused_in_one_line(folder, tmp_path):
+def test_files_without_byte_level_bpe_or_without_markers_are_refused_in_one_line(folder, tmp_path):
     path = tmp_path / "tokenizer.json"
     assert "no such tokenizer file" in refused(path)
     for content in ("", "{}", "\0"):

@@ -25,7 +25,7 @@ BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", 
 
 @pytest.fixture(autouse=True)
 def environ(monkeypatch) -> dict:
-    """A dict without a launcher's variables, which replaces os.environ until the test ends."""
+    """A copy of os.environ without a launcher's variables; each test uses it as os.environ."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     clean = {
         k: v

@@ -1,4 +1,4 @@
-"""The launcher of run_accelerate.sh: its exit codes and messages when a launch fails."""
+"""The launcher of run_accelerate.sh: how it starts a program, ends, and reports a failure."""
 
 import subprocess
 import sys
@@ -29,15 +29,15 @@ def test_machines_that_cannot_connect_get_an_error_of_one_line(monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "ends", "says"),
+    ("code", "ends", "says"),
     [
         (2, 2, ""),  # the process has printed the reason
         (-11, 1, "process 1 was ended by SIGSEGV; to resume:\n  bash x "),
     ],
 )
-def test_a_process_that_failed_decides_the_exit_code(monkeypatch, capsys, exitcode, ends, says):
+def test_a_failed_process_gives_its_exit_code_or_1_if_killed(monkeypatch, capsys, code, ends, says):
     monkeypatch.setenv("RESUME_WITH", "bash x")
-    failure = ProcessFailure(local_rank=1, pid=1, exitcode=exitcode, error_file="none")
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="none")
 
     def fail():
         raise launcher.ChildFailedError("train.py", {1: failure})

@@ -22,7 +22,7 @@ VALIDATION = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 0.9, "samples": 3
 
 
 def meter_of(*parts: str, others: tuple = ()) -> LossMeter:
-    """Make a meter of one process.
+    """Make the meter of this process.
 
     Args:
         others: the sum of weighted losses and the sum of weights, over all other processes.
@@ -73,7 +73,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(bad):
     assert mean_of(meter) == 3.5
 
 
-def test_a_resumed_meter_gives_equal_means_without_the_step_under_way():
+def test_a_resumed_meter_gives_the_same_means_without_the_unfinished_step():
     meter = meter_of("soft_loss")
     for weight in (0.1, 0.7):
         meter.add(weight, loss=torch.tensor(2.7), soft_loss=torch.tensor(0.9))
@@ -212,7 +212,7 @@ def test_training_validation_and_profile_write_a_row_each(
     assert "MFU 64.0%" in capsys.readouterr().out
 
 
-def test_a_full_disk_loses_no_line(start, feed, tmp_path, capsys):
+def test_a_full_disk_loses_no_row(start, feed, tmp_path, capsys):
     log = start()
     whole = log._file
 
@@ -227,7 +227,7 @@ def test_a_full_disk_loses_no_line(start, feed, tmp_path, capsys):
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
-def test_a_resumed_run_drops_the_lines_that_it_writes_again(start, feed, tmp_path):
+def test_a_resumed_run_drops_the_rows_that_it_writes_again(start, feed, tmp_path):
     """It also drops lines that a kill has cut short, and lines that are not UTF-8."""
     begun = (
         b'{"step": 1, "loss": 3.0}\n\xff\xfe{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 1, "lo'

@@ -108,7 +108,7 @@ def answered(scorer, tokenizer, questions: list[dict]) -> dict:
 
 
 def test_the_accuracy_equals_that_of_naive_scoring(scorer, tokenizer):
-    """First the likeliest choices according to `naive` are the right answers, then others."""
+    """The answers are first the likeliest choices according to `naive`, then other choices."""
     likeliest = [naive(scorer.model, tokenizer, question) for question in QUESTIONS]
     assert len({best for best, _ in likeliest}) > 1
     assert any(whole != per_byte for whole, per_byte in likeliest)

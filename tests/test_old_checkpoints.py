@@ -1,9 +1,9 @@
 """Checkpoints that older versions of this project wrote, and runs that resume from them.
 
 In the first format, "identity" in state.json has the model's shape; in the second, "model" has it.
-The first checkpoint is of AdamW, the second of Muon. An old version wrote each checkpoint after
-step 2, with FLAGS and OWN_FLAGS on a CPU. The same version computed the LOSSES of steps 3 and 4 and
-the weights of step 4. The test allows small differences, because CPUs round products differently.
+The first run used AdamW, the second Muon. An old version wrote each checkpoint after step 2, with
+FLAGS and OWN_FLAGS on a CPU. The same version computed the LOSSES of steps 3 and 4 and the weights
+of step 4. The test allows small differences, because CPUs round products differently.
 """
 
 import json

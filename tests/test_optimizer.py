@@ -101,11 +101,11 @@ def test_flags_set_the_schedule():
 
 
 @pytest.mark.parametrize(
-    ("typed", "steps"), [("--epochs 3", 38), ("--epochs 3 --max_steps 5", 5), ("--epochs 4", 50)]
+    ("flag", "n"), [("epochs 3", 38), ("epochs 4", 50), ("max_steps 5", 5), ("max_steps 99", 99)]
 )
-def test_the_steps_of_the_epochs_are_rounded_up_and_max_steps_limits_them(typed, steps):
-    args, _ = parse_arguments(f"{typed} --batch_size 2 --accumulation_steps 2".split())
-    assert args.total_steps(n_samples=100, processes=2) == steps
+def test_the_steps_of_the_epochs_are_rounded_up_and_max_steps_replaces_them(flag, n):
+    args, _ = parse_arguments(f"--{flag} --batch_size 2 --accumulation_steps 2".split())
+    assert args.total_steps(n_samples=100, processes=2) == n
 
 
 def tiny(**settings) -> Transformer:
@@ -152,7 +152,7 @@ def test_adamw_is_from_torch_unless_the_deepspeed_file_has_an_optimizer():
 def test_the_flags_set_the_group_of_muon_and_the_groups_of_adamw():
     optimizer = build(tiny(), MUON)
     by_muon, *by_adamw = optimizer.param_groups
-    assert (by_muon["momentum"], by_muon["weight_decay"]) == (0.7, 0.2)
+    assert [by_muon[k] for k in ("momentum", "weight_decay", "lr_factor")] == [0.7, 0.2, 100]
     for group in by_adamw:
         assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-8)
     assert [group["weight_decay"] for group in by_adamw] == [0.2, 0.0]
@@ -202,7 +202,7 @@ def largest_difference(a: list, b: list) -> float:
     return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("at_once", [1, 600, 2**20])  # elements; 600 fits two of 16 × 16
+@pytest.mark.parametrize("at_once", [1, 600, 2**20])  # elements; 600 hold two of 16 × 16
 def test_muon_in_fp32_equals_its_formula(monkeypatch, at_once):
     monkeypatch.setitem(module.BATCH_ELEMENTS, "cpu", at_once)
     mine, by_hand = matrices(), [p.detach().double() for p in matrices()]

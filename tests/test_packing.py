@@ -100,7 +100,7 @@ def test_the_size_of_a_corpus_decides_its_default_settings(tmp_path):
         assert defaults_for([str(path)]) == BY_SIZE[row]
 
 
-def test_a_piece_is_split_with_the_documented_probability(packed):
+def test_each_round_splits_a_piece_with_chance_split_share(packed):
     """The piece here can be split in one way only, into two pieces that cannot be split."""
     tokenizer, n = Tokenizer(packed / "tokenizer.model"), 20_000
     ways_of = ways_to_split(tokenizer)

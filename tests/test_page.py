@@ -213,7 +213,7 @@ def test_numbers_are_shown_in_a_short_form():
     assert [show(value) for value in values] == texts.split()
 
 
-def test_the_page_is_in_the_run_folder_or_for_several_runs_in_out(tmp_path, capsys, monkeypatch):
+def test_a_page_of_one_run_is_in_its_folder_and_of_several_in_out(tmp_path, capsys, monkeypatch):
     rows = [train_row(1, loss=3.0), train_row(2), {"step": 2, "val_loss": 2}]
     run, other = (write_run(tmp_path / name, rows) for name in ("run", "other"))
     monkeypatch.chdir(tmp_path)  # the template is found from anywhere

@@ -64,8 +64,8 @@ def test_partitions_of_the_bf16_optimizer_of_zero_1_are_found_too():
 
 
 class Zero3:
-    """Imitates DeepSpeed's ZeRO-3 optimizer: divides a group into two sub-groups and records the
-    calls of its methods."""
+    """Imitates DeepSpeed's ZeRO-3 optimizer: divides a group into two sub-groups. `calls` records
+    the calls of methods that this class does not define."""
 
     def __init__(self, group: list[nn.Parameter], processes: int, rank: int, nvme: bool = False):
         self.fp16_groups = group[:2], group[2:]

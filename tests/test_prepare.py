@@ -1,4 +1,4 @@
-"""`prepare` takes shape, data and weights of a run from its flags, --init_from and --teacher."""
+"""`prepare` finds the shape, data and weights of a run by flags like --init_from and --teacher."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_init_from_takes_the_shape_of_the_weights_but_not_their_dropout_and_atte
         ("--n_heads 8", "--n_heads 8: leave it out, .* has 6$"),  # 8 would not fit n_kv_heads 3
         ("--tie_embeddings", "--tie_embeddings True: .* has False$"),
         ("--rope_theta 1e6", "--rope_theta 1000000.0: .* has 10000.0$"),
-        ("--n_kv_heads 2", "--n_kv_heads 2: .* has 3$"),  # 2 is the default, but typed
+        ("--n_kv_heads 2", "--n_kv_heads 2: .* has 3$"),  # typed, although 2 is the default
         ("--max_seq_len 0", "max_seq_len"),
         ("--dropout 1", "dropout"),
     ],

@@ -24,7 +24,7 @@ def clock(monkeypatch) -> Clock:
 
 
 class DeepSpeedEngine:
-    """Imitates DeepSpeed's engine. Accelerate and `run_step` call `step` in the backward phase."""
+    """A fake DeepSpeed engine. Like Accelerate, `run_step` calls `step` in the backward phase."""
 
     def __init__(self, clock: Clock):
         self.clock = clock

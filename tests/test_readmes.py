@@ -1,4 +1,4 @@
-"""The commands, flags, linked files and tests that README.md, README_zh.md and docs name exist."""
+"""The READMEs and docs name only commands, flags, files and tests that exist."""
 
 import contextlib
 import importlib
@@ -71,7 +71,7 @@ def flags_in(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z]\w*(?:-\w+)*", text))
 
 
-def test_both_readmes_have_the_same_commands_output_and_code():
+def test_both_readmes_have_the_same_code_blocks_and_code_spans():
     assert code_blocks(TEXTS[CHINESE]) == code_blocks(TEXTS[ENGLISH])
     ours, theirs = ({*code_spans(TEXTS[name])} for name in (ENGLISH, CHINESE))
     assert sorted(ours ^ theirs) == []
@@ -184,5 +184,5 @@ def test_every_named_test_exists(name):
     tests = [REPOSITORY / "tests", REPOSITORY / "tests/integration"]
     files = [path for folder in tests for path in folder.glob("test_*.py")]
     known = "\n".join(f"{path.stem}\n" + path.read_text(encoding="utf-8") for path in files)
-    for test in re.findall(r"\btest_\w+", TEXTS[name]):
+    for test in re.findall(r"\btest_\w+", TEXTS[name]):  # perhaps only the beginning of a name
         assert re.search(rf"(^|def ){test}", known, re.MULTILINE), f"{name} names {test}"

@@ -89,7 +89,7 @@ def test_a_long_run_on_a_small_text_makes_the_maximum_number_of_passes():
 def test_repeated_tokens_count_in_full_when_the_model_is_chosen():
     texts = [replace(TEXT, seconds=6e5, tokens=tokens, most_passes=15) for tokens in (3.4e5, 5.2e5)]
     dims = [choose(text, MODELS, at(2e11)).model.settings["dim"] for text in texts]
-    assert dims == [128, 192]  # measured for 1.0 MB of plays and 1.6 MB of source code
+    assert dims == [128, 192]  # the best measured: 1.0 MB of plays, 1.6 MB of source code
 
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(2e5, None), (3.7e6, None), (2e5, 512)])
@@ -121,7 +121,7 @@ def test_a_plan_has_a_few_steps_even_if_no_time_is_left():
         ({"accumulation_steps": 4, "max_steps": 7}, 7, 4),
     ],
 )
-def test_each_typed_flag_overrides_the_plan(typed, steps, accumulation):
+def test_typed_steps_epochs_and_accumulation_override_the_plan(typed, steps, accumulation):
     plan = plan_for(replace(TEXT, typed=typed), MODELS[1], 0.2)
     assert (plan.steps, plan.accumulation) == (steps, accumulation)
 

@@ -59,7 +59,7 @@ def test_recomputation_changes_no_bit_of_losses_gradients_and_random_numbers(wha
 
 
 @needs_compiler
-def test_recomputation_of_compiled_blocks_changes_no_bit():
+def test_selective_recomputation_of_compiled_blocks_changes_no_bit():
     assert_same_bits("selective", compiled=True)
 
 

@@ -33,7 +33,7 @@ SFT = "train_sft_accelerate.py"
 
 @pytest.fixture(autouse=True)
 def locks():
-    """Releases the locks of a test. The process would hold them until it ends."""
+    """Releases the locks of a test, which would otherwise last until the test process ends."""
     yield
     release_locks()
 
@@ -50,7 +50,7 @@ def refused(out_dir: Path, **flags) -> str:
 
 
 def make_run(path: Path, *steps: int, age: float = 0, **state) -> Path:
-    """Make a run with metrics and with checkpoints that were written `age` seconds before NOW.
+    """Make a run with empty metrics. Its checkpoints were written `age` seconds before NOW.
 
     Args:
         state: more entries of state.json, such as the identity of the run.
@@ -209,7 +209,7 @@ FORMS = pytest.mark.parametrize("form", ["old", "new"])
 
 
 @FORMS
-def test_every_difference_is_listed_with_the_file_of_the_runs_own_flags(tmp_path, form):
+def test_every_difference_is_listed_and_the_file_with_the_runs_flags_is_named(tmp_path, form):
     start = saved_by(tmp_path, TrainingArguments(batch_size=16), form=form)
     args = TrainingArguments(batch_size=8, seed=7, optimizer="muon", resume="auto")
     config = dataclasses.replace(CONFIG, dim=64, n_layers=4)
@@ -261,7 +261,7 @@ def test_another_number_of_processes_keeps_the_global_batch(
 
 
 def test_a_resumed_run_keeps_its_own_teacher_and_weights(tmp_path):
-    """Without a checkpoint, "auto" is not replaced."""
+    """In a new run, --teacher auto and --init_from auto are not replaced."""
     run = RunFolder(tmp_path / "mine")
     run.path.mkdir()
     run.settings.write_text(json.dumps({"arguments": {"teacher": "its own"}}))

@@ -1,4 +1,4 @@
-"""A room is a folder, or some modules. No room imports from a higher room."""
+"""A room is a folder, training/arguments.py or train_*.py. No room imports from a higher one."""
 
 import ast
 import subprocess
@@ -14,7 +14,7 @@ ROOMS = (
     *("training/arguments", "training/engine", "training", "evaluation", "train", "scripts"),
     "benchmarks",
 )
-# A room on the left may import only from the rooms on the right.
+# Room → the only rooms from which it may import.
 MAY_IMPORT = {"common": {"common"}, "model": {"model"}, "data": {"common", "model", "data"}}
 # Programs that must start fast load these modules. Importing torch would take seconds.
 LIGHT = ("common.atomic", "data.packing", "storage.folder", "storage.find", "report.page")
@@ -43,7 +43,7 @@ def sources() -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """Return the modules that a file imports, also inside functions."""
+    """Return the dotted names that a file imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -9,7 +9,7 @@ THETA = 1e4
 
 
 def turned_by_definition(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """Multiply each pair of channels by exp(i·t·theta^(-2j/head_dim)), one by one, in float64."""
+    """Multiply channel pair j at position t by exp(i·t·theta^(-2j/head_dim)), in float64."""
     out = x.double().clone()
     batch, seq_len, heads, head_dim = x.shape
     for b, t, h, j in torch.cartesian_prod(

@@ -131,7 +131,7 @@ def test_every_target_of_a_step_weighs_the_same_in_any_micro_batch(
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
 
 
-def test_muon_has_its_own_peak_and_the_same_schedule(run_of):
+def test_muon_has_its_own_peak_learning_rate_and_the_schedule_of_adamw(run_of):
     run = run_of(optimizer="muon", muon_learning_rate=0.03, learning_rate=3e-4, warmup_steps=2)
     for step, share in ((1, 0.5), (2, 1.0)):
         run.begin(step)

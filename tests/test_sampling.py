@@ -39,7 +39,7 @@ def test_tokens_are_drawn_by_their_probability_among_those_kept(settings, kept):
     assert torch.allclose(torch.bincount(tokens, minlength=6) / draws, expected, atol=2e-4)
 
 
-def test_a_penalty_makes_tokens_of_the_text_less_likely_for_any_sign_of_the_logit():
+def test_a_penalty_makes_tokens_of_the_text_less_likely_for_either_sign_of_the_logit():
     logits = LOGITS.repeat(2, 1)
     penalised = penalise(logits, [[0, 2, 3, 0], [4]], 2.0).tolist()
     assert penalised == [[1.0, 1.0, 0.0, -2.0, 3.0, -2.0], [2.0, 1.0, 0.0, -1.0, 1.5, -2.0]]

@@ -55,7 +55,7 @@ def score_alone(model: Transformer, row: Row) -> list[float]:
 
 
 @pytest.mark.parametrize("n", [1, 13])
-def test_rows_in_blocks_get_the_same_scores_as_alone_grouped_by_unit(scorer, monkeypatch, n):
+def test_scores_do_not_depend_on_blocks_and_are_grouped_by_unit(scorer, monkeypatch, n):
     """Blocks of 5 rows end inside a unit of 3."""
     monkeypatch.setattr(scoring, "BLOCK_ROWS", 5)
     rows, read = random_rows(n), []

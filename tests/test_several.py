@@ -64,10 +64,10 @@ def test_files_and_flags_that_cannot_be_used_are_refused(models_of, models, flag
 
 @pytest.fixture
 def resume(tmp_path, monkeypatch):
-    """Makes runs with checkpoints after `steps`; returns the step from which each run resumes.
+    """Makes each run with checkpoints of its `steps`; returns the steps from which the runs resume.
 
     Args:
-        damaged: checkpoints to report as damaged, as run/step, such as small/20.
+        damaged: checkpoints to report as damaged, such as "b/2": step 2 of run b.
     """
 
     def resume(damaged: tuple = (), resume="auto", **steps: list[int]) -> list:

@@ -60,7 +60,7 @@ def run_of(monkeypatch, tmp_path):
 
 
 def enough_for(run) -> int:
-    """Return the bytes that a process of the run needs, rounded up."""
+    """Return enough bytes for a process of the run: at most one more than it needs."""
     device = run.accelerator.device
     needed = estimate(run.engine.kind, run.work)
     margin = 1 if device.type == "cpu" else MARGIN

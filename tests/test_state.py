@@ -53,9 +53,9 @@ def test_a_run_continues_from_its_state_to_the_bit(args, accelerator):
     for seed in (3, 4):
         one.step(seed)
         other.step(seed)
-    before, after = (each.state.weights() | each.state.moments() for each in (one, other))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    ours, theirs = (each.state.weights() | each.state.moments() for each in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert other.state.scalars() == {"optimizer_step": 4, "loss_scale": None}
 
 
@@ -65,8 +65,8 @@ def test_training_from_loaded_weights_equals_training_from_the_same_initial_weig
     for seed in (1, 2):
         one.step(seed)
         other.step(seed)
-    before, after = one.state.weights(), other.state.weights()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    ours, theirs = one.state.weights(), other.state.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert other.state.scalars()["optimizer_step"] == 2
 
 
@@ -85,7 +85,7 @@ def test_the_state_with_adapters_has_only_trained_weights_and_continues_to_the_b
     trained = {name for name, p in one.model.named_parameters() if p.requires_grad}
     assert weights.keys() == trained
     assert {name.rpartition(".")[0] for name in moments} == trained
-    assert scalars["optimizer_step"] == (0 if args is MUON and only_lora else 2)
+    assert scalars["optimizer_step"] == (0 if args is MUON and only_lora else 2)  # AdamW's
     other = Trainee(accelerator, args, seed=5, lora=lora)
     other.state.load(ChainMap(weights, base), moments, scalars, "checkpoint")
     for seed in (3, 4):

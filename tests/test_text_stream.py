@@ -57,7 +57,7 @@ def test_the_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text):
         assert not any("\ufffd" in part for part in parts)
 
 
-def test_a_character_is_delivered_when_it_is_complete_or_can_never_be(tokenizer):
+def test_a_character_is_delivered_when_it_is_complete_or_cannot_become_complete(tokenizer):
     ids = tokenizer.encode("🤗!")
     assert streamed(tokenizer, ids) == ["", "", "", "🤗", "!"]
     broken = tokenizer.decode(ids[:2])

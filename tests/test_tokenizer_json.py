@@ -84,7 +84,7 @@ def test_nasty_and_random_text_has_equal_ids_and_equal_decoded_text(pair):
 
 
 def test_ids_are_equal_whatever_the_scores_of_the_pieces(model, tmp_path):
-    """Several pairs of pieces may have the same union; every text forms it from the same pair."""
+    """Several pairs may join to one piece; every text forms this piece from the same pair."""
     chooser = random.Random(4)
     for _ in range(100):
         n_words = chooser.randrange(2, 40)

@@ -162,8 +162,8 @@ def test_initial_weights_have_mean_0_and_residual_outputs_a_smaller_deviation(ti
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
 def test_flops_per_token_equal_a_count_by_hand(tie_embeddings):
     model = transformer(vocab_size=100, tie_embeddings=tie_embeddings)
-    # Weights: output 100·32; per layer wq, wo 32·32, wk, wv 16·32, w1, w2, w3 32·64, norms 2·32;
-    # last norm 32: 3200 + 2·(2048 + 1024 + 6144 + 64) + 32 = 21792.
+    # Weights: output 100·32, last norm 32; in each layer wq and wo 2·32·32, wk and wv 2·16·32,
+    # w1, w2 and w3 3·32·64, two norms 2·32: 3200 + 32 + 2·(2048 + 1024 + 6144 + 64) = 21792.
     # Attention: 12 · 2 layers · 32 channels · 16 tokens = 12288.
     assert model.flops_per_token(16) == 6 * 21_792 + 12_288
 

@@ -3,8 +3,7 @@
 import threading
 
 import pytest
-from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE
-from live_server import wait_until
+from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, wait_for
 from small_model import opinionated
 
 from data.tokenizer_training import EOS_ID
@@ -66,7 +65,7 @@ def test_a_text_cancelled_while_it_waits_is_never_read(worker, ask, decoder, mon
     worker.submit(last)
     assert worker._waiting == [last]
     n = len(first.ids)
-    wait_until(lambda: len(first.ids) > n + 2)
+    wait_for(lambda: len(first.ids) > n + 2)
     assert worker._running == [first]
     first.cancel()
     assert happens(last.ended)

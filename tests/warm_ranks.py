@@ -105,7 +105,7 @@ class Helper:
         """Start a program in a fork.
 
         Args:
-            command: begins with the path of this interpreter.
+            command: its first word must be sys.executable.
             output: an open file with a name, for stdout and stderr.
         """
         assert command[0] == sys.executable

@@ -41,7 +41,7 @@ def test_a_setting_that_cannot_work_is_refused_in_one_line(refused, tmp_path, fl
     assert re.search(says, refused(flags))
 
 
-def test_damage_that_is_found_during_training_ends_it_in_one_line(refused, packed, tmp_path):
+def test_damage_found_during_training_ends_the_run_in_one_line(refused, packed, tmp_path):
     folder = shutil.copytree(packed, tmp_path / "damaged")
     shard = next(folder.glob("train-*.bin"))
     content = bytearray(shard.read_bytes())
@@ -60,7 +60,7 @@ def test_a_port_in_use_is_an_error_of_one_line(refused):
     assert f"127.0.0.1:{port}" in line
 
 
-def test_a_full_disk_ends_training_in_one_line(refused, small_disk):
+def test_results_that_do_not_fit_on_the_disk_end_the_run_in_one_line(refused, small_disk):
     disk = small_disk("300k")
     assert "no space left" in refused(f"--max_steps 1 --dim 64 --out_dir {disk}")
 

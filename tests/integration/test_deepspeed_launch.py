@@ -1,5 +1,5 @@
-"""Start DeepSpeed by its launcher, by torchrun, or without a launcher, with our file or another
-project's file. The launchers give the same losses as `accelerate launch`."""
+"""Start DeepSpeed by its launcher, by torchrun, or without a launcher, with ds_config.json or
+another project's file. The launchers give the same losses as `accelerate launch`."""
 
 import json
 import re
@@ -79,12 +79,12 @@ def test_torchrun_starts_deepspeed_with_the_losses_of_accelerate_launch(
     assert trained.column("loss") == accelerate["zero2"].column("loss")
 
 
-def test_a_template_of_another_project_gives_the_losses_of_our_file(
+def test_a_zero3_file_of_another_project_gives_the_losses_of_our_zero3_file(
     accelerate, deepspeed, tmp_path
 ):
     config = json.loads((FIXTURES / "hugging_face_zero3.json").read_text(encoding="utf-8"))
-    del config["scheduler"]  # refused
-    config["optimizer"]["params"]["torch_adam"] = True
+    del config["scheduler"]  # our program refuses this key
+    config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's Adam needs a compiler
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps(config), encoding="utf-8")
     trained = deepspeed("--deepspeed", str(path))

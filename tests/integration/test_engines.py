@@ -92,7 +92,7 @@ def test_a_process_without_validation_sequences_does_not_stop_the_others(engine,
 @pytest.mark.variant
 @pytest.mark.skipif(not AIO, reason="needs libaio and a compiler")
 def test_a_run_resumed_with_nvme_is_equal_to_the_bit_and_the_state_is_on_the_disk(packed, tmp_path):
-    # Partitions below 1 MiB stay in RAM. 9 are larger, but DeepSpeed has only 5 buffers for them.
+    # A process's parts of 9 matrices exceed 1 MiB and leave RAM. DeepSpeed has 5 buffers for them.
     flags = f"{FLAGS} --dim 512 --n_layers 3 --batch_size 2 --max_steps 4 --save_interval 2"
     config = json.loads((REPOSITORY / "configs" / "zero_infinity.json").read_text())
     offloads = [config["zero_optimization"][f"offload_{what}"] for what in ("optimizer", "param")]

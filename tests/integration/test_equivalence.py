@@ -225,7 +225,7 @@ def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
     assert min(*clipped.grad_norms, *muon.grad_norms) > 2 * CLIPPED
     assert muon.losses[-1] < clipped.losses[-1] - 0.02
     train_set = MaskedDataset(packed, "train", SEQ_LEN)
-    batches = iter(MicroBatchSampler(len(train_set), 3, seed=SEED))  # as in "masked"
+    batches = iter(MicroBatchSampler(len(train_set), 3, seed=SEED))  # of all ranks, as in "masked"
     counts = {
         sum(int((train_set[i][1] != IGNORE_INDEX).sum()) for i in next(batches))
         for _ in range(STEPS * 8)

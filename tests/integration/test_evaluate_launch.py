@@ -22,7 +22,7 @@ def weights(packed, tmp_path_factory) -> Path:
 
 
 def result(launcher: list[str], source: Path, flags: list[str], path: Path) -> dict:
-    """Run scripts.evaluate. Return the result in its --json file, and what it printed as "out"."""
+    """Run scripts.evaluate. Return what its --json file holds, and under "out" what it printed."""
     command = [*launcher, "-m", "scripts.evaluate", str(source), "--batch_size", "8", *flags]
     ended = run_warm([*command, "--json", str(path)])
     assert ended.code == 0, ended.out
@@ -32,7 +32,7 @@ def result(launcher: list[str], source: Path, flags: list[str], path: Path) -> d
 
 @pytest.mark.parametrize(
     ("data", "limit", "launcher"),
-    [  # numbers of rows that 2 processes × batch size 8 do not divide
+    [  # 45, 69 and 99 rows: no multiple of 16, which is 2 processes × batch size 8
         ("packed", 45, "--multi_gpu"),
         ("questions", 0, "--config_file accelerate_config.yaml"),  # the file that training uses
         ("text", 33, "--config_file configs/zero3_offload.yaml"),

@@ -106,7 +106,7 @@ def test_steps_recorded_in_cuda_graphs_give_the_tokens_of_separate_launches(dtyp
     model = opinionated(50, 300).cuda()
 
     def tokens(recorded: bool, temperature: float) -> list[list[int]]:
-        """Return the ids of three texts. Each ends at another step; the third begins at step 10."""
+        """Return three texts' ids. They end at different steps; the third begins at step 10."""
         made = Decoder(model, dtype)
         assert made.recorded
         made.recorded = recorded
@@ -127,9 +127,9 @@ def test_steps_recorded_in_cuda_graphs_give_the_tokens_of_separate_launches(dtyp
         return [text.ids for text in texts]
 
     graphs = [tokens(True, temperature) for temperature in (0, 1)]
-    if dtype == torch.float32:  # in 16 bits, kernels without graphs round differently
+    if dtype == torch.float32:  # in 16 bits, the kernels of separate launches round differently
         assert graphs == [tokens(False, temperature) for temperature in (0, 1)]
-    monkeypatch.setattr(decoder, "record", lambda run, tokens: run)  # same kernels, no graph
+    monkeypatch.setattr(decoder, "record", lambda run, tokens: run)  # same kernels as in a graph
     assert graphs == [tokens(True, temperature) for temperature in (0, 1)]
 
 
@@ -178,7 +178,7 @@ def test_compiled_blocks_give_the_loss_and_gradients_of_plain_uncompiled_blocks(
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_compiled_blocks_run_cudnn_attention_only_if_it_is_switched_on(enabled):
-    """Fine-tuning switches cuDNN's attention off before compilation, see training/build.py."""
+    """Runs on conversations switch cuDNN's attention off before compilation: training/build.py."""
     torch.compiler.reset()
     torch.backends.cuda.enable_cudnn_sdp(enabled)
     shape = {"dim": 128, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 50}

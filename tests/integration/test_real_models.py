@@ -14,7 +14,7 @@ from scripts import export_hf, generate, import_weights, prepare_data
 
 pytestmark = pytest.mark.slow
 
-# SmolLM2-135M's settings, except 2 of 30 layers, 520 of 49,152 pieces and 64 of 8,192 positions.
+# SmolLM2-135M's settings, but 2 layers (not 30), 520 ids (not 49,152), 64 positions (not 8,192).
 SMOLLM2 = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -34,7 +34,7 @@ def hub_folder(texts, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "SmolLM2-135M"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(folder)
-    return write_tokenizer(folder, "smollm2", texts, vocab_size=500)  # the model has 520
+    return write_tokenizer(folder, "smollm2", texts, vocab_size=500)  # fewer than the model's 520
 
 
 @pytest.fixture(scope="module")

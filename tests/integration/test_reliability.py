@@ -70,7 +70,7 @@ def ranks(launcher: WarmProcess) -> list[psutil.Process]:
     return sorted(ours, key=lambda child: child.pid)
 
 
-# Place → owner and name of a function, and values of n: a run can stand still before the n-th call.
+# Place → owner and name of a function, and values of n: the run stands still before the n-th call.
 # The values cover two or three saves. A save writes three files of tensors and syncs nine times:
 # five files, their folder and its parent, then the file "latest" and its parent.
 PLACES = {
@@ -172,7 +172,7 @@ def test_when_a_rank_dies_the_others_stop_and_the_launcher_names_it(packed, tmp_
 def injected(tmp_path: Path, statements: str) -> str:
     """Write a script that trains, and executes statements after each forward pass of training.
 
-    The statements can use `self`, the model, `out`, its output, and `calls`, the passes so far.
+    The statements can use `self` (the model), `out` (its output) and `calls` (passes so far).
     """
     script = tmp_path / "train_injected.py"
     script.write_text(

@@ -1,4 +1,4 @@
-"""report.html in a real browser: it fits the window, and the console shows no error."""
+"""report.html in a browser: its width fits, dark mode inverts curves, no error is logged."""
 
 import json
 
@@ -13,7 +13,7 @@ LONG_NAME = "a-name-without-spaces-" + "x" * 80
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [375, 1280])
-def test_a_report_of_two_runs_fits_the_window(browser, tmp_path, width, dark):
+def test_a_report_of_two_runs_fits_the_width_of_the_window(browser, tmp_path, width, dark):
     for name in (LONG_NAME, "唐詩"):
         (tmp_path / name).mkdir()
         rows = [{"step": i, "tokens": 8 * i, "loss": 9 / i, "grad_norm": 0.5} for i in range(1, 99)]

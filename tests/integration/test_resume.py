@@ -24,7 +24,7 @@ ENGINES = {
     "ZeRO-3 on the CPU": ("configs/zero3_offload.yaml", 2, ""),
     # For ZeRO-1 in bf16 with fp32 gradients, DeepSpeed's optimizer class is not that of ZeRO-2.
     "ZeRO-1, Muon": ("zero1.json", 2, " --optimizer muon"),
-    # `start` resumes with --compile auto, which compiles so short a run only if it was compiled.
+    # `start` resumes this run with --compile auto, which keeps the choice of the first launch.
     "compiled": ("plain", 1, " --dropout 0 --compile on"),
 }
 NO_COMPILER = not (
@@ -69,7 +69,7 @@ def whole(packed, tmp_path_factory):
         ),
     ],
 )
-def test_a_resumed_run_is_equal_to_the_bit(
+def test_a_resumed_run_equals_a_whole_run_to_the_bit(
     name, step, resume, whole, packed, tmp_path, monkeypatch, path_without_compilers
 ):
     if name != "compiled":  # with a compiler, DeepSpeed would compile its AdamW for the CPU

@@ -128,7 +128,7 @@ def test_the_files_of_a_model_do_not_change_if_another_cannot_resume(packed, tmp
         return {path: path.read_bytes() for path in there}
 
     two()
-    shutil.rmtree(tmp_path / "second" / "checkpoints" / "step-00000003")  # killed between two saves
+    shutil.rmtree(tmp_path / "second/checkpoints/step-00000003")  # as if killed before this save
     before = contents()
     with pytest.raises(SystemExit):
         two("--resume", "auto", hidden_dim=96)

@@ -75,8 +75,8 @@ def test_answers_get_likelier_and_the_log_has_the_loss_before_training(sft, base
 
 
 SPLITS = {  # 8 conversations per step: name → engine, processes, batch_size, accumulation_steps
-    "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
-    "DDP 2 x 4": ("ddp", 2, 4, 1),
+    "plain 1 x 2 x 4 accumulation": ("plain", 1, 2, 4),
+    "DDP 2 x 4 x 1 accumulation": ("ddp", 2, 4, 1),
     "ZeRO-1 2 x 2 x 2 accumulation": ("zero1", 2, 2, 2),
     "ZeRO-2 2 x 1 x 4 accumulation": ("zero2", 2, 1, 4),
     "ZeRO-3 2 x 2 x 2 accumulation": ("configs/zero3.yaml", 2, 2, 2),
@@ -111,7 +111,7 @@ def reference(base, data, tmp_path_factory):
 def test_every_token_of_an_answer_weighs_the_same_on_every_engine(
     sft, reference, tmp_path, name, more
 ):
-    """Losses and gradient norms (all weights, or adapters only) equal those of one micro-batch."""
+    """Losses and gradient norms equal those of one micro-batch, also with adapters only."""
     expected = reference(more)
     engine, processes, batch_size, accumulation = SPLITS[name]
     flags = f"--max_steps 6 --batch_size {batch_size} --accumulation_steps {accumulation} {more}"

@@ -206,7 +206,7 @@ def data(packed, tmp_path) -> Path:
 
 
 def the_error_of_both(ended: tuple[list[int], list[str]]) -> str:
-    """Return machine 0's error line. Machine 1 must print it with its rank; both exit with 2."""
+    """Return machine 0's error line. Machine 1 must add only "(rank 1)"; both must exit with 2."""
     codes, said = ended
     assert codes == [2, 2], said
     assert not any("Traceback" in words for words in said), said

@@ -24,7 +24,7 @@ facts |= {
 with open(os.environ["FACTS_TO"] + os.environ.get("RANK", "0"), "w") as file:
     json.dump(facts, file)
 """
-# May differ: a free port, torchrun's file, a variable set by `import deepspeed`, our file's path.
+# May differ: a free port, torchrun's file, what `import deepspeed` sets, the path of the facts.
 DIFFERENT = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "PYTORCH_NVML_BASED_CUDA_CHECK", "FACTS_TO")
 
 
