@@ -3,7 +3,7 @@
 import threading
 from pathlib import Path
 
-from conftest import VOCAB_SIZE, wait_for
+from conftest import VOCAB_SIZE
 from small_model import opinionated
 
 from data.chat_template import encode_chat_prompt
@@ -15,8 +15,6 @@ from inference.generation import generate
 from inference.sampling import Sampling
 from inference.server.app import Served, Server, bind
 from inference.worker import Worker
-
-wait_until = wait_for
 
 
 class LiveServer:

@@ -4,6 +4,7 @@ import io
 from contextlib import nullcontext
 
 import pytest
+from conftest import VOCAB_SIZE
 from small_model import opinionated, save_model
 
 from common.errors import UsageError
@@ -14,7 +15,6 @@ from inference.generation import Batch, generate
 from inference.sampling import Sampling
 from inference.terminal import Chat
 from scripts.chat import main
-from tests.conftest import VOCAB_SIZE
 
 CONTEXT = 192
 GREEDY = Sampling(temperature=0)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import VOCAB_SIZE
 from small_model import opinionated, save_model
 
 from data.tokenizer import Tokenizer
@@ -15,7 +16,6 @@ from formats.portable import load_portable
 from inference.generation import generate
 from inference.sampling import Sampling
 from scripts.generate import main
-from tests.conftest import VOCAB_SIZE
 
 CONTEXT = 40
 

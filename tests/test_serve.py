@@ -6,8 +6,8 @@ import socket
 
 import openai
 import pytest
-from conftest import SAFETY_NET_SECONDS
-from live_server import LiveServer, wait_until
+from conftest import SAFETY_NET_SECONDS, wait_for
+from live_server import LiveServer
 from starlette.testclient import TestClient
 
 from inference.sampling import Sampling
@@ -100,10 +100,10 @@ def test_a_client_that_disconnects_cancels_its_answer(server, stream):
     leaving = http.client.HTTPConnection(*server.address)
     body = json.dumps({"messages": HELLO, "stream": stream})
     leaving.request("POST", CHAT, body, {"Content-Type": "application/json"})
-    wait_until(lambda: server.n_running == 1)
+    wait_for(lambda: server.n_running == 1)
     (text,) = (each for each in server.worker._running if not each.finish_reason)
     leaving.close()
-    wait_until(lambda: text.finish_reason)
+    wait_for(lambda: text.finish_reason)
     assert text.finish_reason == "cancelled"
 
 
@@ -112,7 +112,7 @@ def opened(server: LiveServer, text: bytes) -> socket.socket:
     connection = socket.create_connection(server.address, timeout=SAFETY_NET_SECONDS)
     connection.sendall(text)
     mine, state = connection.getsockname(), server.server.server_state
-    wait_until(lambda: mine in [each.client for each in list(state.connections)])
+    wait_for(lambda: mine in [each.client for each in list(state.connections)])
     return connection
 
 
@@ -132,9 +132,9 @@ def test_at_shutdown_all_waiting_clients_get_the_reason(packed, capsys):
     whole = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     opened(server, HEAD + b"Content-Length: 99\r\n\r\n{").close()  # leaves early: prints nothing
     state = server.server.server_state
-    wait_until(lambda: not state.connections and not state.tasks)
+    wait_for(lambda: not state.connections and not state.tasks)
     clients = [opened(server, whole) for _ in range(2)]
-    wait_until(lambda: server.n_running == 2)
+    wait_for(lambda: server.n_running == 2)
     server.server.should_exit = True
     assert [told(client) for client in clients] == [(503, "the server is shutting down")] * 2
     server.thread.join(SAFETY_NET_SECONDS)

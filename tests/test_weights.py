@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import VOCAB_SIZE
 
 from common.errors import UsageError
 from formats.portable import save_portable
@@ -11,7 +12,6 @@ from model import ConfigError, LMConfig, Transformer
 from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
 from storage.folder import RunFolder
 from storage.weights import load_trained
-from tests.conftest import VOCAB_SIZE
 
 SHAPE = {"dim": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "vocab_size": VOCAB_SIZE}
 

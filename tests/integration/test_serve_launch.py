@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 from browser import Browser
-from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, run_warm, start_warm
-from live_server import LiveServer, wait_until
+from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, run_warm, start_warm, wait_for
+from live_server import LiveServer
 from small_model import opinionated, save_model
 
 from data.tokenizer_training import EOS_ID
@@ -54,18 +54,18 @@ def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, 
     paper = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (int(paper.partition("(")[2].partition(",")[0]) < 128) == dark
     ask(browser, "1 + 1")
-    wait_until(lambda: len("".join(texts(browser, "assistant"))) > len(expected))
+    wait_for(lambda: len("".join(texts(browser, "assistant"))) > len(expected))
     assert is_busy(browser)
     assert browser.run("document.documentElement.scrollWidth") <= width
     browser.run("document.querySelector('#stop').click()")
-    wait_until(lambda: not is_busy(browser))
+    wait_for(lambda: not is_busy(browser))
     (answer,) = texts(browser, "assistant")
     assert answer.startswith(expected)
     assert texts(browser, "user") == ["1 + 1"]
     assert texts(browser, "note") == ["Stopped."]
     place = "document.querySelector('.note').getBoundingClientRect().bottom"
     assert browser.run(f"{place} < innerHeight")  # the end of the answer is visible
-    wait_until(lambda: server.n_running == 0)
+    wait_for(lambda: server.n_running == 0)
 
 
 @pytest.mark.parametrize("server", [SHORT], indirect=True)
@@ -77,14 +77,14 @@ def test_the_page_says_when_the_context_is_full_and_drops_the_oldest_messages(br
     browser.run(f"messages.push(...{json.dumps(said)})")
     for question in ("1 + 1", LONG_TEXT):
         ask(browser, question)
-        wait_until(lambda: not is_busy(browser))
+        wait_for(lambda: not is_busy(browser))
     assert texts(browser, "assistant") == [says]
     forgotten, full, refused = texts(browser, "note")
     assert "now forgets the oldest 2 messages" in forgotten
     assert full == "The context is full: the answer ends here."
     assert "fills the context" in refused
     browser.run("document.querySelector('#new').click()")
-    wait_until(lambda: texts(browser, "user") == [])
+    wait_for(lambda: texts(browser, "user") == [])
     assert [problem for problem in browser.problems if "400" not in problem] == []
 
 
@@ -97,7 +97,7 @@ def test_ctrl_c_ends_the_server_and_a_waiting_client_gets_an_error(packed, tmp_p
     with log.open("w") as output:
         process = start_warm([*serve, "0"], output)
     try:
-        url = wait_until(lambda: re.search(r"^mine at (http://\S+) ", log.read_text(), re.M))[1]
+        url = wait_for(lambda: re.search(r"^mine at (http://\S+) ", log.read_text(), re.M))[1]
         taken = run_warm([*serve, str(urlsplit(url).port)])
         assert (taken.code, taken.out.count("\n")) == (2, 1)
         assert "Address already in use" in taken.out
