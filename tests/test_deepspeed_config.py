@@ -160,7 +160,7 @@ def test_an_unsupported_key_is_refused_unless_it_is_off(path):
     resolved(put(base, path, {"enabled": False, "max_out_tokens": 512}))
 
 
-def test_muon_replaces_the_files_optimizer_except_at_stage_3_or_with_offloading(config):
+def test_muon_replaces_the_files_optimizer_and_is_refused_at_stage_3_or_with_offloading(config):
     done = resolved(config, MUON)
     assert "optimizer" not in done
     assert done["zero_allow_untested_optimizer"] is True

@@ -7,7 +7,9 @@ from contextlib import suppress
 import pytest
 
 from common.errors import UsageError
-from storage.folder import lock, release_locks
+from storage.folder import lock
+from training.engine.deepspeed_setup import set_up_deepspeed
+from training.engine.launch import Engine
 
 HOLD = """
 import os, sys
@@ -42,12 +44,10 @@ def test_a_live_process_holds_the_lock_and_a_killed_one_does_not(tmp_path):
     assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
 
 
-def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path):
-    lock(tmp_path / "new" / "one" / "lock", '"nvme_path"')
-    lock(tmp_path / "two" / "lock", '"nvme_path"')
+def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path, accelerator):
+    zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "new" / "one")}}
+    lock(tmp_path / "new" / "one" / "lock")
     with pytest.raises(UsageError, match=r'one is in use by .* use another "nvme_path"'):
-        lock(tmp_path / "new" / "one" / "lock", '"nvme_path"')
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="file cannot be used: "):
-        lock(tmp_path / "file" / "lock", '"nvme_path"')
-    release_locks()
+        set_up_deepspeed(Engine(accelerator, "ZeRO-3", {"zero_optimization": zero}))
+    with pytest.raises(UsageError, match="lock cannot be used: "):
+        lock(tmp_path / "new" / "one" / "lock" / "lock")

@@ -13,7 +13,7 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage
 
 
 def find_browser() -> str | None:
-    """Return the path in the variable CHROMIUM, else of the first installed of NAMES, or None."""
+    """Return the variable CHROMIUM if set, else the path of the first of NAMES on PATH, or None."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 

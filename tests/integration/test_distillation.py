@@ -1,5 +1,5 @@
 """train_distillation_accelerate.py: several engines give the losses of a plain PyTorch loop, and a
-resumed run equals a whole run to the bit."""
+resumed run equals an uninterrupted run to the bit."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def by_hand(
     kl: str = "forward",
     use_moe: bool = False,
 ) -> list[dict]:
-    """Train by plain PyTorch in one process, with whole global batches; return the log rows."""
+    """Train by plain PyTorch in one process, one micro-batch per step; return the log rows."""
     torch.manual_seed(TrainingArguments.seed)
     student = Transformer(LMConfig(**SHAPE, vocab_size=data.vocab_size, use_moe=use_moe))
     groups = parameter_groups(student, TrainingArguments.weight_decay)
@@ -122,7 +122,7 @@ IN_BF16 = "--dtype bfloat16 --dropout 0.1 --log_interval 4 --save_interval 3 --m
 
 @pytest.fixture(scope="module")
 def distil(packed, conversations, teacher_of, tmp_path_factory):
-    """Trains a pair of PAIRS on two processes, by default in a new folder."""
+    """Trains the student of a pair in PAIRS on two processes, by default in a new folder."""
     folder = tmp_path_factory.mktemp("pairs")
     file = json.loads((REPOSITORY / "configs" / "zero3_inference.json").read_text())
     zero = file["zero_optimization"]
@@ -185,7 +185,7 @@ def test_a_resumed_run_is_equal_to_the_bit(distil, tmp_path):
     assert resumed.ends_as(whole)
 
 
-def test_one_process_gives_the_same_losses_and_saves_the_student(
+def test_one_process_gives_the_losses_of_a_plain_loop_and_saves_the_student(
     packed, expected, teacher, tmp_path
 ):
     """The process has micro-batches of 8 sequences."""
