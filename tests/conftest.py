@@ -124,6 +124,15 @@ def tokenizer(packed) -> Tokenizer:
     return Tokenizer(packed / TOKENIZER_FILE)
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(request, monkeypatch):
+    """Tests without the mark "gpu" see no GPU, so they give the same results on every machine."""
+    import torch
+
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture
 def accelerator():
     """A single-process Accelerator on the CPU. Accelerate's state is reset before and after."""
