@@ -20,9 +20,9 @@ LEAST_VOCABULARY = RESERVED_PIECES + 3
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
 ) -> None:
-    """Train a BPE tokenizer on texts and write it to `path`. Besides the space, at most half of the
-    unreserved pieces are single characters. Bytes spell other characters. With may_shrink, short
-    texts get fewer pieces. Raises UsageError if vocab_size is too small, or too large for texts."""
+    """Train a BPE tokenizer on texts and write it to `path`. Besides RESERVED_PIECES and the
+    space, at most half of the pieces are single characters. Rarer characters are spelled in bytes.
+    With may_shrink, short texts get fewer pieces. Raises UsageError if vocab_size cannot be met."""
     texts = list(texts)
     if not any(texts):
         raise UsageError("there is no text in these files")
@@ -39,7 +39,7 @@ def train_tokenizer(
 
 
 def _train(texts: list[str], vocab_size: int) -> bytes | int:
-    """Return the model, or the largest possible vocab_size if the texts are too short."""
+    """Return the model; if the texts are too short, return a smaller vocab_size to try."""
     counts = Counter(chain.from_iterable(texts))
     n_chars = max(1, (vocab_size - RESERVED_PIECES) // 2)
     rare = [char for char, _ in counts.most_common()[n_chars:]]

@@ -1,7 +1,7 @@
 """Compute the model and the flags that run_accelerate.sh uses for a text, a machine and a time.
 
 `choose` measures nothing: it gets a function that returns the seconds of a step.
-docs/recipe.md has the measurements behind the numbers; benchmarks.recipe repeats those of shapes.
+docs/recipe.md has the measurements behind the numbers; benchmarks.recipe compares shapes.
 """
 
 import math
@@ -24,7 +24,7 @@ TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 3.5, 0.286, 20
 # A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
 # tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
 BATCH, BATCH_RISE, LEAST_STEPS = 4096, 0.5, 200
-MIN_STEPS = 20  # minimum steps of a plan, even if they take too long
+MIN_STEPS = 20  # minimum micro-batches of a plan, even if they take too long
 EVALUATIONS = 4  # validations in a run
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
 LOG_LINES = 50  # log lines in a run, approximately
@@ -39,7 +39,7 @@ class Task:
     most_passes: float  # more passes would only memorise the text
     copies: int = 1  # segmentations of the text in an epoch, see data/encoding.py
     validation_tokens: float = 0  # tokens of one validation
-    sequences: float | None = None  # maximum per step of all processes; None: tokens decide
+    sequences: float | None = None  # about so many per step of all processes; None: by tokens
     processes: int = 1
     typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
 
@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def size(self) -> float:
-        """Parameters for the choice. Like a smaller model, two layers learn fast and end worse."""
+        """Number of parameters that `choose` uses. Two layers behave like a smaller model."""
         return self.parameters * (TWO_LAYERS if self.settings["n_layers"] == 2 else 1)
 
 
@@ -162,7 +162,7 @@ def optimizer_flags(model: Candidate, muon: bool) -> dict[str, Any]:
 
 def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:
     """Return the flags that depend on the passes over the text. Repeated text needs more weight
-    decay, and Muon's default momentum also in small models."""
+    decay; in small models it also needs Muon's default momentum instead of 0.9."""
     decay = {"weight_decay": rounded(min(0.5, max(0.1, 0.04 * passes)))}
     return decay | ({"muon_momentum": 0.95} if muon and passes > 5 else {})
 

@@ -112,7 +112,7 @@ async def read(form: type[GenerationRequest], request: Request) -> GenerationReq
 
 
 async def answer(served: Served, form: type[GenerationRequest], request: Request) -> Response:
-    """Answer a request. Raises ApiError if refused; without a stream, also if generation fails."""
+    """Answer a request. Raises ApiError if the request is refused or, without stream, fails."""
     fields = await read(form, request)
     if fields.model not in (None, served.name):
         message = f"there is no model {fields.model!r} here, only {served.name!r}"
