@@ -90,9 +90,9 @@ class TransformerBlock(nn.Module):
 
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
-    Its parameters have the names of Llama's own release. The meta device, autocast, `recompute`,
-    `lora`, `flops_per_token`, and zero.Init in `_init_weights` are only for training or loading.
-    All other parts are the plain model."""
+    Its parameters have the names of Llama's own release. To learn the model, skip the
+    meta device, autocast, `recompute`, `lora`, `flops_per_token` and zero.Init, which are for
+    training or loading, and `cache`, which is for generation."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
 
@@ -226,8 +226,8 @@ class Transformer(nn.Module):
             std = 0.02
             if getattr(parameter, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
-            # DeepSpeed's zero.Init would make torch.empty return a 16-bit tensor on the GPU: other
-            # weights for the same seed. Training's subclass of it does not (deepspeed_setup.py).
+            # Under DeepSpeed's zero.Init, torch.empty returns a 16-bit tensor on the GPU, so a seed
+            # would give other weights. Training prevents this: deepspeed_setup.SameWeightsInit.
             drawn = torch.empty(parameter.shape).normal_(mean=0.0, std=std)
             parameter.data.copy_(drawn)
 

@@ -137,7 +137,7 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set a step's learning rate. DeepSpeed may update the weights in `backward`."""
+        """Set a step's learning rate. DeepSpeed needs it already in `backward`."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step) * group.get("lr_factor", 1.0)  # Muon: own peak
         self.profiler.begin_step(step)
@@ -188,7 +188,7 @@ class Run:
 
     def clip_gradients(self) -> float | Tensor:
         """Clip the gradient to --grad_clip; return its norm before clipping. Skip a step with a
-        non-finite norm. On a GPU without DeepSpeed the norm is a tensor; reading it waits."""
+        non-finite norm. On a GPU without DeepSpeed it is a tensor, whose reading would wait."""
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -217,7 +217,7 @@ class Run:
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
-        # If the norm is on a GPU, reading the counter waits: then read it only every `most` steps.
+        # If the norm is on a GPU, reading the counter waits for the GPU, so it is read more rarely.
         waits = getattr(grad_norm, "is_cuda", False)
         if self._is_time(step, most if waits else 1):
             bad = int(self.log.meter.worst_in_row)

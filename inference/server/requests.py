@@ -15,7 +15,7 @@ from data.tokenizer import Tokenizer
 from inference.prompts import require_text
 from inference.sampling import Sampling
 
-# Ignored fields: they do not change an answer, or they concern tools, which are refused.
+# Ignored fields: they do not change an answer, or only if the request has tools (refused).
 WITHOUT_EFFECT = (  # noqa: SIM905
     "include_obfuscation metadata name parallel_tool_calls prompt_cache_key safety_identifier "
     "service_tier store tool_choice user"
