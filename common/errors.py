@@ -28,7 +28,7 @@ class ReportedError(UsageError):
 
 
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> None:
-    """Handle uncaught exceptions as sys.excepthook. Only Ctrl-C ends in one line, with code 130."""
+    """End in one line, with code 130, after Ctrl-C. Other exceptions are left to Python."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

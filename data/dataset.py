@@ -30,7 +30,7 @@ class TokenStream(Dataset):
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
     lengths: np.ndarray | None = None  # number of targets of each sample; None: always seq_len
-    n_first: int = 0  # samples of the first of several copies of a small text, else 0
+    n_first: int = 0  # samples of the first segmentation of a small text (docs/data.md)
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder = Path(folder)
@@ -93,7 +93,7 @@ class PackedDataset(TokenStream):
         if len(self) < 1:
             reason = f"the {split} split has {self.n_tokens} tokens, a sequence needs {seq_len + 1}"
             raise NothingFitsError(f"{folder}: {reason}: use other text or a shorter --max_seq_len")
-        first = self._part.get("first_tokens", 0)  # 0: older data mixes the segmentations
+        first = self._part.get("first_tokens", 0)  # older data has no order
         self.n_first = first // seq_len if first < self.n_tokens else 0
 
     def __len__(self) -> int:
@@ -183,7 +183,7 @@ def pad(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def padded_length(longest: int, seq_len: int, on_gpu: bool) -> int:
-    """Round `longest` up, at most to seq_len, because the blocks are compiled for each length. On a
+    """Round `longest` up, at most to seq_len: blocks are compiled for each length that occurs. On a
     GPU compiling costs more and padding less, so lengths are fewer: 48, 64, 96, 128, 192, ..."""
     if on_gpu:
         power = max(64, 1 << (longest - 1).bit_length())

@@ -58,7 +58,7 @@ class MicroBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         stride = self.world_size * self.batch_size
         first = self.start + self.rank * self.batch_size
-        # One call for a block, because shuffling 8 numbers takes as long as shuffling 1,000.
+        # One call for a block: shuffling 1,000 numbers takes 1 to 6 times as long as shuffling 8.
         block = first + stride * np.arange(BLOCK)[:, None] + np.arange(self.batch_size)
         while True:
             yield from self.indices(block).tolist()

@@ -61,8 +61,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
     """Return True if the GPU kernels for this dtype accept fewer key/value heads than query heads.
 
-    Only flash attention and cuDNN accept them. Neither takes fp32, nor fp16 on old GPUs: with fewer
-    heads PyTorch would silently compute all T × T scores. For fp16 the result is always False."""
+    Only flash attention and cuDNN accept them. Neither supports fp32, nor fp16 on old GPUs. There
+    PyTorch would silently compute all T × T scores. For fp16 the result is False on every GPU."""
     return dtype == torch.bfloat16
 
 

@@ -9,7 +9,7 @@ EXPERTS = (
     *("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_hidden_dim"),
     *("router_aux_loss", "norm_topk_prob"),
 )
-LARGEST = 1 << 24  # upper limit of every integer field
+LARGEST = 1 << 24  # upper limit of the integer settings of a model
 
 
 class ConfigError(ValueError):
@@ -69,7 +69,7 @@ class LMConfig:
     n_shared_experts: int = setting(0, "additional experts of a block, which every token uses")
     moe_hidden_dim: int | None = setting(None, "inner width of an expert (default: hidden_dim)")
     router_aux_loss: float = setting(0.1, "factor of the balancing loss in the training loss")
-    norm_topk_prob: bool = setting(False, "divide chosen experts' weights by their sum", flag=False)
+    norm_topk_prob: bool = setting(False, "divide chosen probabilities by their sum", flag=False)
     use_flash_attn: bool = setting(
         True,
         "fast attention: PyTorch's fused kernels on a GPU, blocks of rows on a CPU (if dropout is "

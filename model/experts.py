@@ -21,8 +21,8 @@ class Experts(nn.Module):
     """E routed experts, of which each token uses K, and S shared experts, which every token uses.
 
     Each expert is a SwiGLU network of width moe_hidden_dim. The output is the sum of the outputs of
-    the token's experts; the output of a routed expert is multiplied by its probability. All weights
-    are direct parameters, so that ZeRO-3 gathers them together.
+    the token's experts; the output of a routed expert is multiplied by its weight (`choose`). All
+    matrices are direct parameters, so that ZeRO-3 gathers them together.
     Source: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961."""
 
     def __init__(self, config: LMConfig):
@@ -44,7 +44,7 @@ class Experts(nn.Module):
         weights, chosen = self.choose(probabilities)  # (B, T, K + S) each
         order = chosen.flatten().argsort(stable=True)  # sorts the tokens' copies by expert
         n_copies = chosen.shape[-1]
-        # With repeated indices into x, backward on a GPU would sum gradients in varying order.
+        # Copies, because with repeated indices into x, a GPU would sum gradients in varying order.
         copies = x.unsqueeze(2).expand(-1, -1, n_copies, -1).flatten(0, 2)
         rows = copies.index_select(0, order)  # (B · T · (K + S), dim)
         experts = torch.arange(len(self.w1), device=x.device)

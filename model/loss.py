@@ -2,11 +2,11 @@
 
 A logit, its log-probability and its gradient take up to 4 bytes each. For 32 sequences of 512
 tokens and a vocabulary of 49,152 this is 9.7 GB. Above LARGE_VOCABULARY the loss is therefore
-computed in chunks of about CHUNK_LOGITS logits. Backward computes the logits of a chunk again,
-which adds a third to the matrix products of the output layer. Each chunk also writes a gradient as
-large as the output weight. A GPU uses larger chunks, to write fewer of these gradients. The size of
-a chunk depends on the kind of device, not on its free memory, so that a resumed run rounds in the
-same way.
+computed in chunks of at most about CHUNK_LOGITS logits. With two or more chunks, backward computes
+the logits again, which adds a third to the matrix products of the output layer, and each chunk
+writes a gradient as large as the output weight. A GPU uses larger chunks, to write fewer of these
+gradients. The size of a chunk depends on the kind of device, not on its free memory, so that a
+resumed run rounds in the same way.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 IGNORE_INDEX = -100  # a target with this id does not count in the loss
 LARGE_VOCABULARY = 1 << 15
 CHUNK_LOGITS = 1 << 25  # on a CPU: 400 MB at 12 bytes
-GPU_CHUNK_LOGITS = 1 << 28  # 3.2 GB at 12 bytes; compiled, in a 16-bit dtype, 1.1 GB at 4 bytes
+GPU_CHUNK_LOGITS = 1 << 28  # 3.2 GB at 12 bytes; compiled in a 16-bit dtype 1.1 GB at 4 bytes
 
 
 class TokenLoss(nn.Module):

@@ -99,7 +99,7 @@ class Transformer(nn.Module):
     def __init__(self, config: LMConfig | None = None):
         super().__init__()
         self.config = config = config or LMConfig()
-        # Random numbers on the meta device would load torch's compiler, which takes seconds.
+        # normal_() on the meta device would load torch's compiler, which takes seconds.
         on_meta = torch.get_default_device().type == "meta"
         weight = torch.empty(config.vocab_size, config.dim) if on_meta else None
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=weight)

@@ -63,7 +63,7 @@ def build_model(
     optimizer = build_optimizer(model, args, engine)
     # A GPU's total memory, not its free memory, so that a resumed run decides in the same way.
     size = sys.maxsize if work.on_cpu else torch.cuda.mem_get_info(accelerator.device)[1]
-    # If one GPU has too little memory to reduce once per step, all reduce in each micro-batch.
+    # If one GPU lacks the memory to reduce once per step, every GPU reduces in each micro-batch.
     engine.coalesces = engine.total(int(not can_coalesce(engine.kind, work, size))) == 0
     try:
         model, optimizer = accelerator.prepare(model, optimizer)

@@ -76,7 +76,7 @@ class Checkpointer:
         try:
             size = files.write_checkpoint(self.folder, tensors, state) / 1e6
         except Exception as error:  # an uncaught error would print a traceback
-            self.log.say(f"CHECKPOINT NOT SAVED: {error}; older ones are kept, training continues")
+            self.log.say(f"CHECKPOINT NOT SAVED: {error}; older ones are kept")
             return
         self._saved = state["step"]
         path = self.folder.checkpoint(state["step"])

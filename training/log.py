@@ -25,7 +25,7 @@ from training.prepare import Prepared
 
 class LossMeter:
     """Weighted means of the loss and of `parts` since the last `take`, without steps whose gradient
-    norm is not finite. `add` never waits for a GPU, `end_step` only to copy a float norm to it."""
+    norm is not finite. On a GPU, `add` never waits; `end_step` waits if the norm is a float."""
 
     def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
         self.accelerator = accelerator
@@ -82,7 +82,7 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and paused seconds since `began`: the start, the first step or the last report."""
+    """Steps and paused seconds since the newest report; before it, since start or first step."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()

@@ -188,7 +188,7 @@ class Run:
 
     def clip_gradients(self) -> float | Tensor:
         """Clip the gradient to --grad_clip; return its norm before clipping. Skip a step with a
-        non-finite norm. On a GPU without DeepSpeed it is a tensor, whose reading would wait."""
+        non-finite norm. Without DeepSpeed, the norm on a GPU is a tensor: reading it waits."""
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
