@@ -22,7 +22,7 @@ class Worker:
 
     def submit(self, text: StreamedText) -> None:
         """Queue a text. The worker's thread calls `text.deliver`. Only the finish reason "closed"
-        comes from another thread: the one that calls `close`, or `submit` after `close`."""
+        is delivered by the thread that calls `close`, or `submit` after `close`."""
         with self._changed:
             self._waiting = [t for t in self._waiting if not t.finish_reason] + [text]
             self._changed.notify()

@@ -103,7 +103,7 @@ class WeightsFolder:
         return weights
 
     def sha256(self) -> str:
-        """Return a hash of shape and stored weights. The file format does not change the hash."""
+        """Return a hash of the shape and the stored weights, not of the bytes of the files."""
         weights = self.checked_tensors()
         digest = hashlib.sha256(json.dumps(self.config().shape(), sort_keys=True).encode())
         for name in sorted(weights):

@@ -1,8 +1,8 @@
 """Simulate two machines joined by a network cable. Each is a set of Linux namespaces with its own
 network, host name, processes and mounts.
 
-Tests need not clean up. The first process of a machine is `cat`, which ends at the latest with the
-tests, because its stdin is a pipe from them. The kernel then ends all processes of the machine.
+Tests need not clean up. The first process of a machine is `cat`. It reads from a pipe of the test
+process, so it ends when the test process ends. The kernel then ends all processes of the machine.
 """
 
 import subprocess
@@ -63,7 +63,7 @@ class Machine:
             )
 
     def start_warm(self, command: list[str], log: Path, **environ: str) -> WarmProcess:
-        """Like `start`, but in a fork (`warm_ranks`). The `pid` is valid only on this machine."""
+        """Like `start`, but in a fork (`warm_ranks`). The `pid` is of the simulated machine."""
         if self._helper is None:
             self._helper = Helper(self.inside())
         with open(log, "a") as output:

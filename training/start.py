@@ -38,7 +38,7 @@ from training.prepare import Prepared, prepare
 from training.resume import changes_since_stop, set_aside, write_settings
 from training.run import Run
 
-# Parts of error messages: OUT_OF_MEMORY of PyTorch, NCCL and cuBLAS, the others of gloo and NCCL.
+# Parts of messages: OUT_OF_MEMORY are from PyTorch, NCCL and cuBLAS, the others from gloo and NCCL.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 ENDED = ("Connection closed", "Connection reset", "Broken pipe", "remote process exited")
 SILENT = ("Connection timed out", "Timed out waiting")
