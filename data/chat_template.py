@@ -51,7 +51,7 @@ def encode_conversation(
     prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])
     ids, counts = [], []
     for turn, text in zip(turns, encoded, strict=True):
-        # A piece that joins the line end after the role and the start of the answer counts too.
+        # A piece that holds the line end after the role and the start of the answer counts.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
         n_counted = len(text) - len(list(shared)) + 1 if turn.counts else 0
         ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]

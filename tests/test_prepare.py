@@ -87,7 +87,7 @@ def test_init_from_takes_the_shape_of_the_weights_but_not_their_dropout_and_atte
         ("--n_heads 8", "--n_heads 8: leave it out, .* has 6$"),  # 8 would not fit n_kv_heads 3
         ("--tie_embeddings", "--tie_embeddings True: .* has False$"),
         ("--rope_theta 1e6", "--rope_theta 1000000.0: .* has 10000.0$"),
-        ("--n_kv_heads 2", "--n_kv_heads 2: .* has 3$"),  # typed, although 2 is the default
+        ("--n_kv_heads 2", "--n_kv_heads 2: .* has 3$"),  # a default that is typed counts
         ("--max_seq_len 0", "max_seq_len"),
         ("--dropout 1", "dropout"),
     ],
@@ -97,7 +97,7 @@ def test_a_flag_that_is_invalid_or_contradicts_the_weights_is_refused(typed, say
         config(typed, weights, packed)
 
 
-def test_another_tokenizer_is_refused_with_the_flag_that_prepares_the_data(weights, packed):
+def test_the_error_about_another_tokenizer_says_how_to_prepare_the_data_again(weights, packed):
     (weights / TOKENIZER_FILE).write_bytes(b"another")
     flag = f"--tokenizer {weights / TOKENIZER_FILE}"
     with pytest.raises(UsageError, match=f"prepare the text anew with {flag}"):
@@ -186,7 +186,7 @@ def test_a_student_takes_data_and_length_of_its_teacher_and_may_not_exceed_the_l
         student(runs, "--data", str(packed), "--max_seq_len", "32")
 
 
-def test_conversations_prepared_by_hand_are_used_as_they_are(weights, tmp_path, monkeypatch, capfd):
+def test_conversations_prepared_by_other_flags_are_used(weights, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     rows = [json.dumps({"prompt": f"{i} + 1", "response": str(i + 1)}) for i in range(40)]
     Path("chat.jsonl").write_text("\n".join([*rows, "{"]), encoding="utf-8")

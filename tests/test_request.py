@@ -81,7 +81,7 @@ def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
 
 def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
     assert Request({}, ["--data=out/data/mine"]).data_flags() == []
-    with pytest.raises(UsageError, match="not both"):
+    with pytest.raises(UsageError, match="excludes DATA"):
         Request({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags()
     chat = Request({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags()
     assert chat == ["--conversations", "my.jsonl"]

@@ -46,7 +46,7 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
     ("flags", "says"),
     [
         ("--dim 7", "dim 7 is not divisible by n_heads 2"),
-        ("--data out/data/none", "use --data (prepared data), or DATA"),
+        ("--data out/data/none", "--data (prepared data) excludes DATA"),
     ],
 )
 def test_a_mistake_is_refused_in_one_line_before_anything_is_launched(clone, corpus, flags, says):
