@@ -5,8 +5,8 @@
 #
 # The report, the measurements and the log are in the folder $OUT (default: out/benchmarks/gpu), see benchmarks/gpu.py.
 # The Python is $PYTHON, or python3 if it has PyTorch, or .venv/bin/python. The script installs only the
-# wheels in out/wheels, into out/site. On a machine with a network, this command puts wheels (6 MB) for Python 3.12
-# on Linux into out/wheels: DeepSpeed, and those of its dependencies that a Python with Accelerate may lack.
+# wheels in out/wheels, into out/site. On a machine with a network, the next command puts wheels (6 MB) for Python
+# 3.12 on Linux into out/wheels: DeepSpeed, and those of its dependencies that a Python with Accelerate may lack.
 #
 #     python3 -m pip wheel --no-deps --wheel-dir out/wheels deepspeed==0.19.8 hjson &&
 #     python3 -m pip download --no-deps --only-binary :all: --dest out/wheels --python-version 3.12 \

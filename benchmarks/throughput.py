@@ -2,12 +2,13 @@
 
     python -m benchmarks.throughput --sizes 26m
 
-The first chosen contender in the order of the table, A, is the baseline and takes its turns alone.
-Each other one first takes one turn alone, then turns with A: A B A B A B. If the speed of the
-machine drifts, the ratio of two contenders within one round is more reliable than their speeds; the
-table has the median of these ratios. At most two contenders are in memory at a time. --contenders
-takes names, such as ours-zero2-compiled, and groups: all, ours, peers, transformers and litgpt. The
-groups blocks, selective, muon and uncoalesced are variants of ours; `all` and `ours` omit them.
+The first chosen contender in the order of the table, A, is the baseline. It first takes turns
+alone. Each other one first takes one turn alone, then turns with A: A B A B A B. If the speed of
+the machine drifts, the ratio of two contenders within one round is more reliable than their speeds;
+the table has the median of these ratios. At most two contenders are in memory at a time.
+--contenders takes names, such as ours-zero2-compiled, and groups: all, ours, peers, transformers
+and litgpt. The groups blocks, selective, muon and uncoalesced are variants of ours; `all` and
+`ours` omit them.
 """
 
 import argparse

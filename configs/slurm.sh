@@ -3,8 +3,8 @@
 #
 #   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32
 #
-# This file takes training flags. Not run on a cluster yet. Five minutes before the job's time limit, the run saves and
-# ends. To continue, submit with its --run_name (default: job-NUMBER). SLURM restarts the job if a machine fails.
+# This file takes training flags. It has not run on a cluster yet. Five minutes before the job's time limit, the run
+# saves and ends. To continue, submit with its --run_name (default: job-NUMBER). If a machine fails, SLURM restarts it.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -45,7 +45,7 @@ JINJA = _JINJA.format(
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn]
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids, and for each id whether it is in the loss (counted answers, their </s>)."""
+    """Return the ids, and for each whether it is in the loss (answers that count, their </s>)."""
     turns = list(turns)
     texts = [f"{turn.role}\n{turn.content}" for turn in turns]
     prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])

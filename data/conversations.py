@@ -5,7 +5,7 @@ Each conversation is one JSON object. Its keys determine the format:
     {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI (also "weight": 0)
     {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
     {"conversations": [{"from": "human", "value": "…"}, …]}     ShareGPT
-    {"prompt": "…", "completion": "…"}                          TRL; texts or lists of messages
+    {"prompt": "…", "completion": "…"}                          TRL; two texts or two lists
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat (Dahoas/rm-static)
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 

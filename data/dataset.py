@@ -30,7 +30,7 @@ class TokenStream(Dataset):
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
     lengths: np.ndarray | None = None  # number of targets of each sample; None: always seq_len
-    n_first: int = 0  # samples of the first segmentation of a small text (docs/data.md)
+    n_first: int = 0  # samples 0 to n_first - 1 are the first segmentation; 0: all are alike
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder = Path(folder)
@@ -93,7 +93,7 @@ class PackedDataset(TokenStream):
         if len(self) < 1:
             reason = f"the {split} split has {self.n_tokens} tokens, a sequence needs {seq_len + 1}"
             raise NothingFitsError(f"{folder}: {reason}: use other text or a shorter --max_seq_len")
-        first = self._part.get("first_tokens", 0)  # older data has no order
+        first = self._part.get("first_tokens", 0)  # older data mixes the segmentations
         self.n_first = first // seq_len if first < self.n_tokens else 0
 
     def __len__(self) -> int:

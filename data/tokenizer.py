@@ -80,7 +80,7 @@ class Tokenizer:
         return batch
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of the ids, without begin and end. Invalid UTF-8 becomes U+FFFD."""
+        """Return the text of the ids, without markers. Invalid UTF-8 becomes U+FFFD."""
         return self._model.decode([id for id in ids if id < self.vocab_size])
 
 

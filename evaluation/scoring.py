@@ -31,7 +31,7 @@ class Row(NamedTuple):
     unit: Hashable  # the document, conversation or question; its rows are consecutive
     tokens: Tensor  # (T,) int64
     targets: Tensor  # (T,) int64; IGNORE_INDEX for a target that is not scored
-    n_bytes: float  # UTF-8 bytes of the text; 0 in later windows of a document
+    n_bytes: float  # UTF-8 bytes of the scored text; 0 if another row of the unit counts them
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from model.attention import fused_attention
 from model.config import LMConfig
 
-# A new cache has a multiple of STRETCH positions, because max_seq_len may take gigabytes.
+# A new cache has few positions, a multiple of STRETCH: max_seq_len of them may take gigabytes.
 STRETCH = 64  # a multiple of 16: a GPU would copy a mask of another length
 
 

@@ -54,7 +54,7 @@ def add_lora(model: Transformer, lora: LoRA) -> Transformer:
 
     The weights of these layers are frozen. Experts are frozen too and get no adapters: in a block
     with experts, only attention is adapted. With only_lora, all other parameters are frozen too.
-    Raises ConfigError if `dim` is wrong, no layer is chosen, or a tied output layer is chosen."""
+    Raises ConfigError if `dim` is out of range, no layer is chosen, or a tied output layer is."""
     module_name = lora.module_name
     if not 1 <= lora.dim <= model.config.dim:
         raise ConfigError(f"lora_dim must be from 1 to dim ({model.config.dim}), not {lora.dim}")

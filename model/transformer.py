@@ -227,7 +227,7 @@ class Transformer(nn.Module):
             if getattr(parameter, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
             # Under DeepSpeed's zero.Init, torch.empty returns a 16-bit tensor on the GPU, so a seed
-            # would give other weights. Training prevents this: deepspeed_setup.SameWeightsInit.
+            # would give other weights. Training prevents this: see deepspeed_setup.py.
             drawn = torch.empty(parameter.shape).normal_(mean=0.0, std=std)
             parameter.data.copy_(drawn)
 

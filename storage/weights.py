@@ -103,7 +103,7 @@ class WeightsFolder:
         return weights
 
     def sha256(self) -> str:
-        """Return a hash of the shape and the stored weights, not of the bytes of the files."""
+        """Return a hash of the shape and the weights (fp32, adapters merged), not of the files."""
         weights = self.checked_tensors()
         digest = hashlib.sha256(json.dumps(self.config().shape(), sort_keys=True).encode())
         for name in sorted(weights):

@@ -82,7 +82,7 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and paused seconds since the newest report; before it, since start or first step."""
+    """Steps and paused seconds since the last report; before the first, since start or step 1."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()

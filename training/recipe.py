@@ -39,7 +39,7 @@ class Task:
     most_passes: float  # more passes would only memorise the text
     copies: int = 1  # segmentations of the text in an epoch, see data/encoding.py
     validation_tokens: float = 0  # tokens of one validation
-    sequences: float | None = None  # about so many per step of all processes; None: by tokens
+    sequences: float | None = None  # about so many per step of all processes; None: tokens decide
     processes: int = 1
     typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
 

@@ -115,8 +115,8 @@ class Request:
         text, more = self.get("DATA", "builtin"), self.get("PREPARE_FLAGS")
         if named:
             if self.get("DATA") or more:
-                text = "DATA and PREPARE_FLAGS (text to prepare)"
-                raise UsageError(f"--data (prepared data) excludes {text}: leave one out")
+                both = "--data (prepared data) excludes DATA and PREPARE_FLAGS (text to prepare)"
+                raise UsageError(f"{both}: leave out --data, or both variables")
             return []
         folder = str(default_out(text, more))
         # Without PREPARE_FLAGS, reuse data of this text even if it has other settings.

@@ -41,7 +41,7 @@ class StartingPoint:
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
     """Find the run folder and, for --resume, its newest undamaged checkpoint or the named one.
-    Raises UsageError if PATH has no checkpoint, all are damaged, or the folder has another run."""
+    Raises UsageError if it has no checkpoint, all are damaged, or the folder has another run."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []
@@ -49,7 +49,8 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
         if found := run_to_resume(out, args.program, args.run_name):
             run, checkpoints = found, found.all_checkpoints()
         else:
-            print(f"--resume auto: no checkpoint in {out}/{args.run_name or ''}, a new run starts")
+            searched = out / (args.run_name or "")
+            print(f"--resume auto: no checkpoint in {searched}, a new run starts")
     elif args.resume is not None:
         named = Path(args.resume).resolve()
         checkpoints = RunFolder(named).all_checkpoints() or [named]

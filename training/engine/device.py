@@ -48,7 +48,7 @@ PEAKS = {
     "RTX 3090": (71, 71, 35.6, 35.6),
     "MI300X": (1307, 1307, 653.7, 163.4),
 }
-# A GPU whose name also has one of these words is another device, with an unknown peak.
+# With one of these words, a name of PEAKS means another GPU, whose peak is unknown.
 RELATIVES = {"Laptop", "D", "Ti", "SUPER", "MIG"}
 # The keys are values of torch.nn.attention.SDPBackend.
 KERNELS = {1: "flash attention", 2: "memory-efficient attention", 3: "cuDNN attention"}

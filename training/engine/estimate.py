@@ -101,7 +101,7 @@ class Workload:
     device: torch.device  # where the process trains; this machine need not have such a device
     compiled: bool
     teacher: Transformer | None = None  # the model to learn from, on the meta device
-    teacher_config: dict | None = None  # the DeepSpeed file that divides the teacher
+    teacher_config: dict | None = None  # DeepSpeed's, if ZeRO-3 divides the teacher
 
     @property
     def on_cpu(self) -> bool:
@@ -241,9 +241,9 @@ def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to the others in an optimizer step.
 
     In a ring of P processes each process sends (P - 1) / P of the gathered or scattered bytes, and
-    twice as much for an all-reduce. DDP, ZeRO-1 and 2 all-reduce gradients, ZeRO-3 scatters them:
-    ZeRO-3, and ZeRO-2 without `coalesces`, in each micro-batch, the others once per step. ZeRO-1
-    and 2 gather weights once per step, ZeRO-3 in each forward and backward.
+    twice as much for an all-reduce. DDP, ZeRO-1 and 2 all-reduce gradients, ZeRO-3 scatters them.
+    ZeRO-3, and ZeRO-2 without `coalesces`, do so in each micro-batch, the others once per step.
+    ZeRO-1 and 2 gather weights once per step, ZeRO-3 in each forward and backward.
     """
     n, t, h = work.shapes.num_parameters(), work.trained, work.itemsize
     ring = (work.processes - 1) / work.processes

@@ -70,7 +70,7 @@ class Engine:
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
 
     def fit_to(self, dim: int, n_parameters: int) -> None:
-        """Set the sizes in `deepspeed` that depend on the model, before `accelerator.prepare`."""
+        """Set sizes in `deepspeed` by the model. Call this before `accelerator.prepare`."""
         if self.deepspeed is not None:
             zero = self.deepspeed["zero_optimization"]
             if zero.get(BY_WIDTH) == "auto":  # norms and small matrices stay whole on every process

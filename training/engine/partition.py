@@ -79,8 +79,8 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """Yield one partition for each of DeepSpeed's sub-groups, with at most about "sub_group_size"
-    elements. Every process holds an equally large share of a parameter, if need be with padding."""
+    """Yield one partition for each of DeepSpeed's sub-groups, which ends after about
+    "sub_group_size" elements. All shares of a parameter are equally large, some with padding."""
     if writes:
         zero._partition_all_parameters()  # some parameters may be gathered now
     for index, group in enumerate(zero.fp16_groups):

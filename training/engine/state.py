@@ -30,7 +30,7 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, tensor: Tensor) -> d
 
 def catch_up(optimizer, step: int) -> None:
     """Give DeepSpeed's CPU AdamW exactly the bias correction that it has after `step` steps.
-    DeepSpeed multiplies the betas once per step, which rounds. So this takes `step` empty steps."""
+    DeepSpeed multiplies powers of the betas in each step and has no setter: take empty steps."""
     group = optimizer.param_groups[0]
     betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
     settings = (0.0, *betas, eps, 0.0, correct)  # learning rate 0, weight decay 0
