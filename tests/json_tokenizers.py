@@ -12,7 +12,7 @@ LLAMA_3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-MARKERS = {  # kind → begin of text, end of text, some of the other markers
+MARKERS = {  # kind → beginning of text, end of text, some of the other markers
     "smollm2": ("<|endoftext|>", "<|endoftext|>", ["<|im_start|>", "<|im_end|>"]),
     "llama3": ("<|begin_of_text|>", "<|end_of_text|>", ["<|eot_id|>", "<|start_header_id|>"]),
 }

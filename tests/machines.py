@@ -63,7 +63,7 @@ class Machine:
             )
 
     def start_warm(self, command: list[str], log: Path, **environ: str) -> WarmProcess:
-        """Like `start`, but in a fork (`warm_ranks`). The `pid` is of the simulated machine."""
+        """Like `start`, but in a fork (`warm_ranks`). The `pid` is valid only on that machine."""
         if self._helper is None:
             self._helper = Helper(self.inside())
         with open(log, "a") as output:

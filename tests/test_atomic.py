@@ -42,7 +42,7 @@ def folder_of(path: Path, text: str) -> Path:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file, or of the only file in a folder; its name must be "file"."""
+    """Return the text of a file, or of the only file in a folder, which must be named "file"."""
     if path.is_file():
         return path.read_text()
     assert names(path) == ["file"]

@@ -89,7 +89,7 @@ def test_damage_of_any_file_is_reported_in_one_line(run):
 
 @pytest.fixture
 def tuned(run, tmp_path) -> SimpleNamespace:
-    """A run with adapters. Its base has the weights + 1. Its checkpoint has the trained tensors."""
+    """A run with adapters. Its base has the weights + 1; its checkpoint only trained tensors."""
     model = adapted(only_lora=False)
     base = {n: p.detach() + 1 for n, p in model.named_parameters() if not is_adapter(n)}
     (tmp_path / "tokenizer.model").write_bytes(b"any bytes")

@@ -45,7 +45,7 @@ def run(tmp_path) -> RunFolder:
 
 
 def engine_of(processes: int = 1, rank: int = 0) -> Engine:
-    """Return the engine of one rank. It has no `cpu_group`, so it never waits for other ranks."""
+    """Return the engine of one rank. Without a `cpu_group`, decisions wait for no other rank."""
     accelerator = SimpleNamespace(
         is_main_process=rank == 0,
         num_processes=processes,

@@ -77,7 +77,6 @@ def test_matrix_precision_follows_mixed_precision_and_tf32(monkeypatch):
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device.shutil, "which", lambda name: name)
     listed = SimpleNamespace(stdout="GPU 0: NVIDIA A100\nGPU 1")
     monkeypatch.setattr(device.subprocess, "run", lambda *_, **__: listed)
@@ -168,7 +167,7 @@ def test_every_control_group_above_the_process_can_limit_its_memory(tmp_path, mo
         ({"LOCAL_WORLD_SIZE": "8"}, {}, 1),
         ({"OMP_NUM_THREADS": "3"}, {}, None),  # the user's choice
         ({"TORCHELASTIC_RUN_ID": "x", **ONE_THREAD}, ONE_THREAD, None),
-        ({"LOCAL_WORLD_SIZE": "1", **ONE_THREAD}, {}, None),  # the user's choice: no launcher
+        ({"LOCAL_WORLD_SIZE": "1", **ONE_THREAD}, {}, None),  # --deepspeed without a launcher
     ],
 )
 def test_processes_divide_the_cores_unless_the_user_sets_the_number_of_threads(

@@ -65,7 +65,7 @@ def test_the_state_of_each_engine_has_the_bytes_of_its_formula(
     found, n = estimate(KINDS[engine], work), work.shapes.num_parameters()
     assert found.held == pytest.approx(per_parameter * n, abs=1)
     assert found.nvme == pytest.approx(on_nvme * n, abs=1)
-    buffers = 2 * 5 * 50_000_000 if engine == "zero_infinity" else 0  # 5 buffers, 16 bits
+    buffers = 2 * 5 * 50_000_000 if engine == "zero_infinity" else 0  # 5 buffers, 2 bytes each
     assert found.ram == pytest.approx(in_ram * n + buffers, abs=1)
 
 
@@ -124,7 +124,7 @@ def test_compiling_recomputing_and_chunks_of_logits_lower_the_estimate():
     sizes = [working(gradient_checkpointing=how) for how in ("blocks", "selective", "off")]
     assert sizes == sorted(set(sizes))
     many = {"vocab_size": 1 << 17, "n_layers": 1}  # 2**24 logits per sequence
-    assert 12 * 2**28 < working(shape=many, batch_size=32) < 1.2 * 12 * 2**28  # 2**28 at once
+    assert 12 * 2**28 < working(shape=many, batch_size=32) < 1.2 * 12 * 2**28  # 2**28 logits
     on_cpu = working(shape=many, batch_size=16, device=CPU)
     assert on_cpu < 2 * 12 * 2**25  # 2**25 logits at once, 12 bytes each
 
@@ -147,7 +147,7 @@ def test_the_bytes_sent_equal_a_count_by_hand():
         sent[name] = estimate(kind, work).sent / (3 / 4 * n)
         assert estimate(kind, workload()).sent == 0  # one process sends nothing
     assert sent["ddp"] == pytest.approx(2 * 4, rel=1e-3)  # all-reduce (2) of 4 bytes
-    assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)  # 2 bytes: all-reduce, gather (1)
+    assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)  # all-reduce, gather of 2 bytes
     assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)  # 3 micro-batches
     once = estimate(replace(KINDS["zero2"], coalesces=True), work).sent / (3 / 4 * n)
     assert once == pytest.approx(2 * (2 + 1), rel=1e-3)

@@ -145,7 +145,7 @@ def test_a_step_without_any_target_has_a_gradient_of_zero(run_of):
     assert update(run) == 0
 
 
-def test_the_last_steps_read_only_the_first_samples_also_in_a_resumed_run(run_of, monkeypatch):
+def test_the_last_steps_read_only_the_first_segmentation_also_in_a_resumed_run(run_of, monkeypatch):
     monkeypatch.setattr(Sequences, "n_first", 4)
     monkeypatch.setattr("training.run.FIRST_SEGMENTATION_SHARE", 0.5)
     first = [Sequences(ALL)[i][0].tolist() for i in range(4)]

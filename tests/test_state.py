@@ -85,7 +85,7 @@ def test_the_state_with_adapters_has_only_trained_weights_and_continues_to_the_b
     trained = {name for name, p in one.model.named_parameters() if p.requires_grad}
     assert weights.keys() == trained
     assert {name.rpartition(".")[0] for name in moments} == trained
-    assert scalars["optimizer_step"] == (0 if args is MUON and only_lora else 2)  # AdamW's
+    assert scalars["optimizer_step"] == (0 if args is MUON and only_lora else 2)  # steps of AdamW
     other = Trainee(accelerator, args, seed=5, lora=lora)
     other.state.load(ChainMap(weights, base), moments, scalars, "checkpoint")
     for seed in (3, 4):

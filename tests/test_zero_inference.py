@@ -1,7 +1,6 @@
 import json
 
 import pytest
-import torch
 
 from common.errors import UsageError
 from training.engine.zero_inference import config_of_launch
@@ -18,7 +17,6 @@ def launched(monkeypatch, tmp_path):
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
         return config_of_launch(device, None)
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return launch
 
 

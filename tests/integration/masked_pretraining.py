@@ -1,5 +1,5 @@
 """Run train_pretrain_accelerate.py on data with many ignored targets. In half of the sequences no
-target counts; in the others only those at the start count. test_equivalence.py starts this file."""
+target counts; in the others the first 1 to 31 count. test_equivalence.py starts this file."""
 
 import sys
 

@@ -12,7 +12,7 @@ PROCESSES = 2
 ONE_PROCESS = [sys.executable]
 DIVIDED = [*LAUNCH, "--num_processes", str(PROCESSES)]
 DIVIDED += ["--config_file", "configs/zero3_offload.yaml"]
-# Each process writes to a file how many elements it holds, and how many it gathers at once.
+# Each process writes to a file how many elements it holds, and the most that loading gathers.
 HOLDS = """
 import json, os, sys
 from storage.weights import load_trained

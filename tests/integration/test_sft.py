@@ -1,4 +1,4 @@
-"""train_sft_accelerate.py: answers become likelier, losses equal on all engines, runs resume."""
+"""train_sft_accelerate.py: answers become likelier, all engines give equal losses, runs resume."""
 
 import json
 import shutil

@@ -60,7 +60,7 @@ def test_a_mistake_is_refused_in_one_line_before_anything_is_launched(clone, cor
     [
         (["550.54.15, 8.9"], "0", True),  # driver, compute capability
         (["470.82.01"], "0", True),  # this driver does not know compute_cap
-        (["580.65.06, 9.0", "580.65.06, 7.0"], "0", True),  # the hidden GPU is refused too
+        (["580.65.06, 9.0", "580.65.06, 7.0"], "0", True),  # a hidden GPU counts too
         (["580.65.06, 9.0"], "0", False),
         (["550.54.15, 8.9"], "", False),  # the user trains on the CPU
         ([], "0", False),
