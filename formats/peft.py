@@ -1,7 +1,7 @@
 """Write LoRA adapters in the format of the package `peft`.
 
-In PEFT, the base model is a folder that scripts.export_hf wrote. For wq and wk, the rows of
-lora_b are reordered like the rows of the weights in formats/hugging_face.py.
+In PEFT, load them on the initial weights (the run's folder base/), exported by scripts.export_hf.
+For wq and wk, the rows of lora_b are reordered like those of weights in formats/hugging_face.py.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
             (tensor,) = to_llama(config, {f"{layer}.weight": tensor}).values()
         (whole if kind == "weight" else adapted)[theirs] = None
         tensors[f"{PREFIX}{theirs}.{FACTORS.get(kind, kind)}"] = tensor
-    if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT unties lm_head
+    if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT copies it for lm_head
         whole["lm_head"] = None
         tensors[f"{PREFIX}lm_head.weight"] = weights["tok_embeddings.weight"].clone()
     save_tensors(folder / ADAPTER_WEIGHTS, tensors)

@@ -40,7 +40,7 @@ def test_layers_are_chosen_by_a_part_of_their_names(module_name, expected):
     assert {f"{name}.weight" for name in expected} <= names.keys()
 
 
-def test_a_model_with_experts_has_adapters_only_in_attention_and_frozen_experts():
+def test_experts_are_frozen_and_only_attention_has_adapters():
     with torch.device("meta"):
         model = Transformer(LMConfig(dim=32, n_layers=2, n_heads=4, use_moe=True))
         add_lora(model, replace(SMALL, only_lora=False))

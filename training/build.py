@@ -58,7 +58,7 @@ def build_model(
     torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
     if work.compiled:
         compile_blocks(model)
-    # DDP would broadcast this buffer of complex numbers, which NCCL cannot send.
+    # DDP would broadcast this buffer, but every process has computed the same numbers.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["pos_cis"])
     optimizer = build_optimizer(model, args, engine)
     # A GPU's total memory, not its free memory, so that a resumed run decides in the same way.
