@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--gpu_memory", type=float, help="memory of a GPU in GiB (default: this machine's)")
     add("--device", help="name of the GPU, such as 'H100' (default: this machine's GPU)")
     add("--mfu", type=float, default=0.4, help="model FLOPs utilization, to estimate hours")
-    add("--tokens", type=float, help="training tokens (default: max_steps, or 20 per active parameter)")
+    add("--tokens", type=float, help="training tokens (default: max_steps, or 20 per parameter)")
     print(describe(vars(parser.parse_args(argv))))
 
 
