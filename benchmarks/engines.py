@@ -156,7 +156,7 @@ def loopback_bytes() -> int:
 def take_steps(out: Path, steps: int, flags: list[str]) -> None:
     """Train as one rank of an engine. Rank 0 writes to `out`: the engine's name, its losses, the
     median seconds of a step, and the measured and expected bytes in memory and sent per step."""
-    # Load these libraries now, so that they do not count as memory of the model.
+    # Load libraries and AdamW before the model, to measure their memory: `expected` includes it.
     import deepspeed.runtime.zero.muon.muon_optimizer
     import deepspeed.runtime.zero.stage3  # noqa: F401
 

@@ -1,7 +1,7 @@
 """Convert a model to Hugging Face's Llama and back: weights, settings and tokenizer.
 
-A model with experts becomes a Qwen2-MoE whose shared expert is empty (width 0). In both, the
-router's softmax covers all experts: without norm_topk_prob, chosen probabilities sum to below 1.
+A model with experts becomes a Qwen2-MoE whose shared expert is empty (width 0). In both models
+the router's softmax covers all experts: without norm_topk_prob, a token's weights sum to below 1.
 
 Rotary embedding rotates pairs of channels of a head. Here, as in Llama's own release, a pair is
 (0, 1), (2, 3), …; in Hugging Face's Llama it is (j, j + head_dim/2). The rows of wq and wk, which
@@ -309,7 +309,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         "model_max_length": max_seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        # Without a chat template, "<s>" is plain text. JINJA escapes a "<s>" inside a message.
+        # Without a template, "<s>" is plain text. With one, JINJA escapes a "<s>" inside a message.
         "split_special_tokens": not chat,
     }
     if chat:

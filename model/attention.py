@@ -26,8 +26,8 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Compute softmax(q kᵀ / sqrt(D)) v, where each position sees itself and the past.
 
-    The fast functions compute the same result, except for rounding, without all T × T scores in
-    memory. q and the result are (B, T, H, D), k and v are (B, T, n_kv_heads, D)."""
+    `fused_attention` and `row_block_attention` give the same, up to rounding and dropout, without
+    all T × T scores in memory. q and the result are (B, T, H, D), k and v (B, T, n_kv_heads, D)."""
     seq_len = q.shape[1]
     group = q.shape[2] // k.shape[2]
     k, v = repeat_kv(k, group), repeat_kv(v, group)

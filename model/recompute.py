@@ -26,7 +26,7 @@ def recomputed(block: Callable, what: str, *inputs):
     """Return block(*inputs), and let backward compute it again with the same random numbers.
 
     `what` is one of RECOMPUTE: "blocks" recomputes everything, "selective" everything except
-    attention, "off" nothing."""
+    the operations in ATTENTION, "off" nothing."""
     if what == "off" or not torch.is_grad_enabled():
         return block(*inputs)
     if what == "blocks":

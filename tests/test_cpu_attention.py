@@ -73,7 +73,7 @@ def test_the_operations_are_registered_as_torch_requires():
     torch.library.opcheck(torch.ops.small_lm.row_block_attention.default, (rows, k, v))
 
 
-def test_fast_attention_on_a_cpu_is_plain_with_dropout_and_in_row_blocks_without():
+def test_fast_attention_on_a_cpu_uses_row_blocks_unless_there_is_dropout():
     q, k, v, _ = heads((2, 70, 4, 2, 8))
     assert torch.equal(fast_attention(q, k, v, 0.0), row_block_attention(q, k, v))
     results = []

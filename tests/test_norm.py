@@ -18,7 +18,7 @@ def by_definition(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("eps", [1e-5, 0.1])
-def test_output_is_the_input_over_its_root_mean_square_times_the_weight(scale, eps):
+def test_output_is_the_weight_times_the_input_over_its_root_mean_square(scale, eps):
     norm, x = norm_and_input(eps=eps, scale=scale)
     expected = by_definition(x, norm.weight, eps).float()
     torch.testing.assert_close(norm(x), expected, atol=1e-6, rtol=1e-5)

@@ -35,8 +35,8 @@ from training.run import Run
 from training.start import notebook_process, one_line_failures, set_up
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# The launch is assumed to take LAUNCH_SHARE times the seconds of preflight before `plan` (without
-# those for preparing the text). Writing the results is assumed to take END_SECONDS.
+# The launch is assumed to take LAUNCH_SHARE times the seconds of preflight before its first choice
+# (without those for preparing the text). Writing the results is assumed to take END_SECONDS.
 LAUNCH_SHARE, END_SECONDS = 1.5, 4
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.

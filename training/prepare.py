@@ -45,7 +45,7 @@ PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 class Prepared:
     args: TrainingArguments  # with paths filled in; a resume may change accumulation_steps
     start: StartingPoint
-    source: WeightsFolder | None  # of --init_from; None without this flag
+    source: WeightsFolder | None  # the initial weights, or None: they are random
     teacher: TeacherWeights | None
     train_set: TokenStream
     val_set: TokenStream | None  # None: no validation

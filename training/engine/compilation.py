@@ -13,7 +13,7 @@ from training.engine.main_process import on_main_process
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
 # Compiling shortens a run of at least this many model FLOPs per process. On two CPU cores it took
-# 10 s and saved 20%: 50 s at 0.4 TFLOP/s break even. On a GPU, a guess: 150 s at 200 TFLOP/s.
+# 10 s and saved 20%, which is 10 s of 50 s at 0.4 TFLOP/s. A guess for a GPU: 150 s, 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
