@@ -56,6 +56,11 @@ def test_a_lost_connection_to_another_process_is_explained(text, what):
     assert f"({text.split('. ')[0]}); use --resume auto" in line
 
 
+def test_a_compiler_that_is_stopped_by_ctrl_c_gives_one_line():
+    error = RuntimeError("CppCompileError: C++ compile error\n\nCommand:\ng++ ...\n\nOutput:\n")
+    assert said(error) == "the C++ compiler was stopped or failed: --compile off needs none"
+
+
 def test_other_errors_are_raised_unchanged():
     error = RuntimeError("shapes differ")
     with pytest.raises(RuntimeError) as raised, one_line_failures(TrainingArguments(), {}):

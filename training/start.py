@@ -95,8 +95,8 @@ def notebook_process(command: list[str]) -> Iterator[None]:
 
 @contextmanager
 def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
-    """Turn two kinds of failure in this context into an error of one line.
-    Raises UsageError if memory ran out, or if another process ended or does not answer."""
+    """Turn three kinds of failure in this context into an error of one line. Raises UsageError if
+    memory ran out, a C++ compiler failed, or another process ended or does not answer."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -110,6 +110,8 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
                 f"out of memory with --batch_size {args.batch_size} --accumulation_steps "
                 f"{args.accumulation_steps}: {advice} ({sizes})"
             ) from error
+        if "C++ compile error" in text:  # Ctrl-C in a terminal also ends the compiler
+            raise UsageError("the C++ compiler was stopped or failed: --compile off needs none") from error
         if any(part in text for part in ENDED):
             what = "has ended, see its output"
         elif any(part in text for part in SILENT):
