@@ -58,7 +58,7 @@ def test_a_lost_connection_to_another_process_is_explained(text, what):
 
 def test_a_compiler_that_is_stopped_by_ctrl_c_gives_one_line():
     error = RuntimeError("CppCompileError: C++ compile error\n\nCommand:\ng++ ...\n\nOutput:\n")
-    assert said(error) == "the C++ compiler was stopped or failed: --compile off needs none"
+    assert said(error) == "the C++ compiler was stopped or failed: see --compile off"
 
 
 def test_other_errors_are_raised_unchanged():

@@ -111,7 +111,7 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
                 f"{args.accumulation_steps}: {advice} ({sizes})"
             ) from error
         if "C++ compile error" in text:  # Ctrl-C in a terminal also ends the compiler
-            raise UsageError("the C++ compiler was stopped or failed: --compile off needs none") from error
+            raise UsageError("the C++ compiler was stopped or failed: see --compile off") from error
         if any(part in text for part in ENDED):
             what = "has ended, see its output"
         elif any(part in text for part in SILENT):
