@@ -1,6 +1,6 @@
 """Write LoRA adapters in the format of the package `peft`.
 
-In PEFT, load them on the initial weights (the run's folder base/), exported by scripts.export_hf.
+PEFT loads the adapters onto the run's initial weights (folder base/), exported by export_hf.
 For wq and wk, the rows of lora_b are reordered like those of weights in formats/hugging_face.py.
 """
 

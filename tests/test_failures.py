@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._inductor.exc import CppCompileError
 
 from common.errors import UsageError
 from model.recompute import RECOMPUTE
@@ -56,9 +57,15 @@ def test_a_lost_connection_to_another_process_is_explained(text, what):
     assert f"({text.split('. ')[0]}); use --resume auto" in line
 
 
-def test_a_compiler_that_is_stopped_by_ctrl_c_gives_one_line():
-    error = RuntimeError("CppCompileError: C++ compile error\n\nCommand:\ng++ ...\n\nOutput:\n")
-    assert said(error) == "the C++ compiler was stopped or failed: see --compile off"
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [("", "no output"), ("x.cpp: No space left\ncompilation ended", "x.cpp: No space left")],
+)
+def test_a_compiler_that_fails_or_is_stopped_by_ctrl_c_gives_one_line(output, cause):
+    error = CppCompileError(["g++", "x.cpp"], output)
+    text = f"CppCompileError: {error}\n\nSet TORCHDYNAMO_VERBOSE=1"
+    stopped = f"the C++ compiler was stopped or failed ({cause})"
+    assert said(RuntimeError(text)) == f"{stopped}; --compile off needs no compiler"
 
 
 def test_other_errors_are_raised_unchanged():

@@ -41,7 +41,7 @@ class StartingPoint:
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
     """Find the run folder and, for --resume, its newest undamaged checkpoint or the named one.
-    Raises UsageError if it has no checkpoint, all are damaged, or the folder has another run."""
+    Raises UsageError if the path has no checkpoint, all are damaged, or another run is there."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []

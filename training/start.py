@@ -111,7 +111,9 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
                 f"{args.accumulation_steps}: {advice} ({sizes})"
             ) from error
         if "C++ compile error" in text:  # Ctrl-C in a terminal also ends the compiler
-            raise UsageError("the C++ compiler was stopped or failed: see --compile off") from error
+            output = text.partition("Output:\n")[2].partition("Set TORCH")[0].strip() or "no output"
+            said = f"the C++ compiler was stopped or failed ({output.splitlines()[0]})"
+            raise UsageError(f"{said}; --compile off needs no compiler") from error
         if any(part in text for part in ENDED):
             what = "has ended, see its output"
         elif any(part in text for part in SILENT):
