@@ -265,8 +265,8 @@ def test_more_minutes_give_more_steps_and_the_chosen_model_is_printed(packed, mo
     chosen = [dial_of(["--data", str(packed)], monkeypatch, MINUTES=m).flags() for m in ("1", "99")]
     assert 200 <= chosen[0]["max_steps"] < chosen[1]["max_steps"]
     said = capsys.readouterr().out
-    assert f"recipe: 1 minutes for {chosen[0]['n_layers']} layers of dim {chosen[0]['dim']}" in said
-    assert "4 minutes would train" in said
+    assert f"recipe: 1 min for {chosen[0]['n_layers']} layers of dim {chosen[0]['dim']}" in said
+    assert "4 min would train" in said
     assert {flags["deepspeed"] for flags in asked} == {"ds_config.json"}
     assert {flags["data"] for flags in asked} == {str(packed)}
 

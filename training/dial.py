@@ -276,7 +276,7 @@ class Dial:
         text += f"{how}, {plan.passes:.2g} passes over the data"
         if not {"max_steps", "epochs"}.isdisjoint(self.typed):
             return text
-        text = f"{self.minutes:g} minutes for {text}"
+        text = f"{self.minutes:g} min for {text}"
         if plan.passes >= 0.99 * task.most_passes:
             return f"{text}; more passes would only memorise the data: more text would help"
         if plan.steps < recipe.LEAST_STEPS:
@@ -286,7 +286,7 @@ class Dial:
             longer = replace(task, seconds=task.seconds + 180 * self.minutes)
             scaled = lambda model: ratio * self.assumed_seconds(model)  # noqa: E731
             longer = recipe.choose(longer, models, scaled)
-            text += f"; {4 * self.minutes:g} minutes would train {longer.model.name}"
+            text += f"; {4 * self.minutes:g} min would train {longer.model.name}"
         return text
 
     def model_flags(self, model: recipe.Candidate) -> dict[str, Any]:
