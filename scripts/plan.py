@@ -55,12 +55,15 @@ def describe(options: dict) -> str:
     plan = Namespace(**{name: options.pop(name) for name in PLAN_FLAGS})
     args, model_settings = as_arguments(options)
     processes = plan.num_processes
+    if not all(x is None or x > 0 for x in (plan.gpu_memory, plan.mfu, plan.tokens)):
+        raise UsageError("--gpu_memory, --mfu and --tokens must be above 0")
     has_gpu = torch.cuda.is_available()
     if plan.device and not plan.gpu_memory and not has_gpu:
         raise UsageError(f"--device {plan.device}: also pass --gpu_memory, in GiB")
     device = torch.device("cuda" if plan.gpu_memory or has_gpu else "cpu")
     name = plan.device or (torch.cuda.get_device_name() if has_gpu else "this device")
-    peak = peak_flops(name, "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32"))
+    precision = "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32")
+    peak = peak_flops(name, precision)
     limit = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes)
     shapes = without_memory(LMConfig(**model_settings, vocab_size=plan.vocab_size))
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
@@ -90,7 +93,7 @@ def describe(options: dict) -> str:
             command = f"ENGINE={kind.config} bash run_accelerate.sh"
             advice = f"Take {kind.name}, the first that fits, with your model's flags:\n{command}"
     advice = advice or "No engine fits: take a smaller --batch_size or more memory."
-    advice += "" if peak else f"\nHours are unknown for {name}: pass a --device such as H100"
+    advice += "" if peak else f"\nHours are unknown for {name} in {precision}: pass a --device such as H100"
     return (
         f"{total / 1e6:.2f} million parameters, {step:,} tokens per step, "
         f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps\n"

@@ -46,7 +46,11 @@ def test_a_smaller_gpu_gets_another_engine_or_none(capsys):
 
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [("--device H100", "--gpu_memory"), ("--dim 63", "dim 63 is not divisible")],
+    [
+        ("--device H100", "--gpu_memory"),
+        ("--dim 63", "dim 63 is not divisible"),
+        ("--gpu_memory 8 --mfu 0", "must be above 0"),
+    ],
 )
 def test_flags_that_cannot_work_are_refused(capsys, flags, named):
     with pytest.raises(SystemExit, match="2"):
@@ -58,4 +62,4 @@ def test_hours_are_unknown_for_an_unknown_device_and_tokens_may_be_given(capsys)
     lines = page(capsys, "--dim 64 --n_layers 2 --tokens 1e6 --gpu_memory 8 --device Abacus")
     assert "0.001 billion tokens" in lines[0]
     assert lines[4].endswith("?")
-    assert "Hours are unknown for Abacus: pass a --device such as H100" in lines[-1]
+    assert "Hours are unknown for Abacus in bf16: pass a --device such as H100" in lines[-1]
