@@ -93,7 +93,8 @@ def describe(options: dict) -> str:
             command = f"ENGINE={kind.config} bash run_accelerate.sh"
             advice = f"Take {kind.name}, the first that fits, with your model's flags:\n{command}"
     advice = advice or "No engine fits: take a smaller --batch_size or more memory."
-    advice += "" if peak else f"\nHours are unknown for {name} in {precision}: pass a --device such as H100"
+    if not peak:
+        advice += f"\nHours are unknown for {name} in {precision}: pass a --device such as H100"
     return (
         f"{total / 1e6:.2f} million parameters, {step:,} tokens per step, "
         f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps\n"
