@@ -314,7 +314,7 @@ def test_several_machines_choose_the_same_flags_without_measuring(packed, monkey
 @pytest.mark.parametrize(
     ("environ", "words", "says"),
     [
-        ({}, "--data {packed} --n_kv_heads 4", "2 layers of dim 128"),
+        ({}, "--data {packed} --n_kv_heads 4", "2 layers of dim 64"),
         ({}, "--data {packed} --n_heads 64", "of dim 128"),
         ({}, "--data {packed} --dim 48 --deepspeed ds_config.json", "2 layers of dim 48"),
         ({}, "--data {packed} --init_from {weights}", "1 layer of dim 32"),

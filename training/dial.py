@@ -103,12 +103,12 @@ def run_steps(run: Run, train: Callable[[Run], None]) -> list[float]:
     return [after - before for before, after in pairwise(clock)]
 
 
-def fitting_shapes(typed: dict[str, Any], shapes=recipe.SHAPES) -> list[dict[str, Any]]:
+def fitting_shapes(typed: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the model flags of each shape that is valid with the typed flags. Raises ConfigError
     if no shape is valid."""
     heads = {name: typed[name] for name in ("n_kv_heads", "head_dim") if name in typed}
     found, problem = [], None
-    for shape in shapes:
+    for shape in recipe.SHAPES:
         settings = recipe.shape_settings(*shape, typed)
         try:
             LMConfig(**heads | settings)
@@ -157,11 +157,10 @@ class Dial:
         """Return the models to choose from, smallest first."""
         if self.fixed:
             return [self.candidate({})]
-        typed, shapes, teacher = self.typed, recipe.SHAPES, self.prepared.teacher
+        typed, teacher = self.typed, self.prepared.teacher
         if teacher:
             typed = typed | {"max_seq_len": self.prepared.config.max_seq_len}
-            shapes = recipe.SMALL_SHAPES + shapes
-        models = map(self.candidate, fitting_shapes(typed, shapes))
+        models = map(self.candidate, fitting_shapes(typed))
         models = sorted(models, key=lambda model: model.size)
         if teacher:
             most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)

@@ -13,11 +13,10 @@ from common.numbers import counted
 
 # The shapes to choose from, in order of increasing size: n_layers, dim.
 SHAPES = (
-    *((2, 128), (3, 96), (3, 128), (3, 192), (4, 192), (4, 256), (6, 256), (6, 384)),
-    *((8, 512), (10, 640), (12, 768), (16, 1024), (24, 1280), (28, 1536), (32, 2048)),
+    *((2, 64), (2, 128), (3, 96), (3, 128), (3, 192), (4, 192), (4, 256), (6, 256)),
+    *((6, 384), (8, 512), (10, 640), (12, 768), (16, 1024), (24, 1280), (28, 1536), (32, 2048)),
 )
 TWO_LAYERS = 0.7  # a model of two layers is chosen as if it had this share of its parameters
-SMALL_SHAPES = ((2, 64),)  # only for a student, whose teacher may be small
 # A run of 5 million tokens suits a model of 1.43 million parameters: 3.5 tokens per parameter. The
 # ratio grows as tokens ** RISE, up to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 3.5, 0.286, 20
