@@ -161,7 +161,7 @@ class Dial:
         if teacher:
             typed = typed | {"max_seq_len": self.prepared.config.max_seq_len}
         models = map(self.candidate, fitting_shapes(typed))
-        models = sorted(models, key=lambda model: model.size)
+        models = sorted(models, key=lambda model: model.parameters)
         if teacher:
             most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)
             models = [model for model in models if model.parameters <= most] or models[:1]

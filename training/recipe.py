@@ -13,16 +13,15 @@ from common.numbers import counted
 
 # The shapes to choose from, in order of increasing size: n_layers, dim.
 SHAPES = (
-    *((2, 64), (2, 128), (3, 96), (3, 128), (3, 192), (4, 192), (4, 256), (6, 256)),
+    *((2, 64), (2, 96), (3, 96), (3, 128), (3, 192), (4, 192), (4, 256), (6, 256)),
     *((6, 384), (8, 512), (10, 640), (12, 768), (16, 1024), (24, 1280), (28, 1536), (32, 2048)),
 )
-TWO_LAYERS = 0.7  # a model of two layers is chosen as if it had this share of its parameters
-# A run of 5 million tokens suits a model of 1.43 million parameters: 3.5 tokens per parameter. The
-# ratio grows as tokens ** RISE, up to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
-TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 5e6, 3.5, 0.286, 20
+# A run of up to 7 million tokens suits a model that gets 3.9 tokens per parameter. In a longer run
+# the ratio grows as tokens ** RISE, up to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
+TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 7e6, 3.9, 0.286, 20
 # A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
 # tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
-BATCH, BATCH_RISE, LEAST_STEPS = 4096, 0.5, 200
+BATCH, BATCH_TOKENS, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
 MIN_STEPS = 20  # minimum micro-batches of a plan, even if they take too long
 EVALUATIONS = 4  # validations in a run
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
@@ -59,11 +58,6 @@ class Candidate:
         shape = f"{counted(self.settings['n_layers'], 'layers')} of dim {self.settings['dim']}"
         return f"{shape} ({self.parameters / 1e6:,.2f} million parameters)"
 
-    @property
-    def size(self) -> float:
-        """Number of parameters that `choose` uses. Two layers behave like a smaller model."""
-        return self.parameters * (TWO_LAYERS if self.settings["n_layers"] == 2 else 1)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -80,8 +74,8 @@ class Plan:
     def excess(self) -> float:
         """Tokens per parameter divided by the suitable number; above 1 the model is too small.
         Repeated tokens count in full, for the reason in docs/recipe.md."""
-        suitable = TOKENS_PER_PARAMETER * (self.tokens / TOKENS) ** RISE
-        return self.tokens / self.model.size / min(suitable, MOST_PER_PARAMETER)
+        suitable = TOKENS_PER_PARAMETER * max(1, self.tokens / TOKENS) ** RISE
+        return self.tokens / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
 
 
 def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +115,7 @@ def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
     # A validation token takes a third of the time: it has no backward pass.
     affordable = together / seconds * task.seconds - EVALUATIONS * task.validation_tokens / 3
     tokens = max(MIN_STEPS * together, min(affordable, task.most_passes * task.tokens))
-    batch = min(BATCH * max(1, tokens / TOKENS) ** BATCH_RISE, tokens / LEAST_STEPS)
+    batch = min(BATCH * max(1, tokens / BATCH_TOKENS) ** BATCH_RISE, tokens / LEAST_STEPS)
     if task.sequences:
         batch = min(task.sequences * model.length, tokens / LEAST_STEPS)
     accumulation = typed.get("accumulation_steps", max(1, round(batch / together)))
