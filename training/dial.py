@@ -188,9 +188,9 @@ class Dial:
         rows = self.typed.get("batch_size", rows)
         settings = settings or {"n_layers": config.n_layers, "dim": config.dim}
         flops, parameters = shapes.flops_per_token(length), shapes.num_parameters(active=True)
-        if self.prepared.teacher:  # a step includes the teacher's forward pass
-            flops += self.prepared.teacher.shapes.flops_per_token(length) / 3
-        return recipe.Candidate(settings, parameters, flops, length, rows)
+        if (teacher := self.prepared.teacher) is not None:  # a step includes its forward pass
+            flops += teacher.shapes.flops_per_token(length) / 3
+        return recipe.Candidate(settings, parameters, flops, length, rows, teacher is not None)
 
     def seconds(self, compiled: bool, model: recipe.Candidate) -> float:
         """Measure the seconds of a step with one micro-batch; assume them if `assumes` is True. It

@@ -19,6 +19,7 @@ SHAPES = (
 # A run of up to 7 million tokens suits a model that gets 3.9 tokens per parameter. In a longer run
 # the ratio grows as tokens ** RISE, up to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 7e6, 3.9, 0.286, 20
+WITH_TEACHER = 2  # a token of a student counts as so many tokens when its shape is chosen
 # A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
 # tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
 BATCH, BATCH_TOKENS, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
@@ -51,6 +52,7 @@ class Candidate:
     flops: float  # model FLOPs per token, including the teacher's forward pass
     length: float  # mean tokens per sequence
     rows: int  # sequences per process in one micro-batch
+    student: bool = False  # a teacher helps it
 
     @property
     def name(self) -> str:
@@ -74,8 +76,9 @@ class Plan:
     def excess(self) -> float:
         """Tokens per parameter divided by the suitable number; above 1 the model is too small.
         Repeated tokens count in full, for the reason in docs/recipe.md."""
-        suitable = TOKENS_PER_PARAMETER * max(1, self.tokens / TOKENS) ** RISE
-        return self.tokens / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
+        tokens = self.tokens * (WITH_TEACHER if self.model.student else 1)
+        suitable = TOKENS_PER_PARAMETER * max(1, tokens / TOKENS) ** RISE
+        return tokens / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
 
 
 def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, Any]:
