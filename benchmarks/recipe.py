@@ -188,7 +188,6 @@ def planned(
         settings = recipe.shape_settings(*shape, {})
         rows = (GPU_TOKENS if gpus else recipe.BATCH) // settings["max_seq_len"]
         models.append(candidate(settings, defaults.vocab_size, rows))
-    models.sort(key=lambda model: model.parameters)
 
     def seconds(model: recipe.Candidate) -> float:
         return model.rows * model.length * model.flops * task.processes / flops

@@ -160,8 +160,7 @@ class Dial:
         typed, teacher = self.typed, self.prepared.teacher
         if teacher:
             typed = typed | {"max_seq_len": self.prepared.config.max_seq_len}
-        models = map(self.candidate, fitting_shapes(typed))
-        models = sorted(models, key=lambda model: model.parameters)
+        models = [self.candidate(shape) for shape in fitting_shapes(typed)]
         if teacher:
             most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)
             models = [model for model in models if model.parameters <= most] or models[:1]
@@ -188,9 +187,10 @@ class Dial:
         rows = self.typed.get("batch_size", rows)
         settings = settings or {"n_layers": config.n_layers, "dim": config.dim}
         flops, parameters = shapes.flops_per_token(length), shapes.num_parameters(active=True)
-        if (teacher := self.prepared.teacher) is not None:  # a step includes its forward pass
+        teacher = self.prepared.teacher
+        if teacher:  # a step includes its forward pass
             flops += teacher.shapes.flops_per_token(length) / 3
-        return recipe.Candidate(settings, parameters, flops, length, rows, teacher is not None)
+        return recipe.Candidate(settings, parameters, flops, length, rows, student=bool(teacher))
 
     def seconds(self, compiled: bool, model: recipe.Candidate) -> float:
         """Measure the seconds of a step with one micro-batch; assume them if `assumes` is True. It

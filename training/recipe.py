@@ -16,13 +16,13 @@ SHAPES = (
     *((2, 64), (2, 96), (3, 96), (3, 128), (3, 192), (4, 192), (4, 256), (6, 256)),
     *((6, 384), (8, 512), (10, 640), (12, 768), (16, 1024), (24, 1280), (28, 1536), (32, 2048)),
 )
-# A run of up to 7 million tokens suits a model that gets 3.9 tokens per parameter. In a longer run
+# A run of up to 7 million tokens suits a model with one parameter per 3.9 tokens. In a longer run
 # the ratio grows as tokens ** RISE, up to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 7e6, 3.9, 0.286, 20
-WITH_TEACHER = 2  # a token of a student counts as so many tokens when its shape is chosen
+WITH_TEACHER = 2  # tokens that a student's token counts as, when the shape is chosen
 # A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
 # tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
-BATCH, BATCH_TOKENS, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
+BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
 MIN_STEPS = 20  # minimum micro-batches of a plan, even if they take too long
 EVALUATIONS = 4  # validations in a run
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
@@ -52,7 +52,7 @@ class Candidate:
     flops: float  # model FLOPs per token, including the teacher's forward pass
     length: float  # mean tokens per sequence
     rows: int  # sequences per process in one micro-batch
-    student: bool = False  # a teacher helps it
+    student: bool = False  # learns from a teacher
 
     @property
     def name(self) -> str:
@@ -118,7 +118,7 @@ def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
     # A validation token takes a third of the time: it has no backward pass.
     affordable = together / seconds * task.seconds - EVALUATIONS * task.validation_tokens / 3
     tokens = max(MIN_STEPS * together, min(affordable, task.most_passes * task.tokens))
-    batch = min(BATCH * max(1, tokens / BATCH_TOKENS) ** BATCH_RISE, tokens / LEAST_STEPS)
+    batch = min(BATCH * max(1, tokens / BATCH_UNTIL) ** BATCH_RISE, tokens / LEAST_STEPS)
     if task.sequences:
         batch = min(task.sequences * model.length, tokens / LEAST_STEPS)
     accumulation = typed.get("accumulation_steps", max(1, round(batch / together)))
