@@ -19,7 +19,7 @@ SHAPES = (
 # A run of up to 7 million tokens suits a model with one parameter per 3.9 tokens. In a longer run
 # the ratio grows as tokens ** RISE, up to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 7e6, 3.9, 0.286, 20
-WITH_TEACHER = 2  # tokens that a student's token counts as, when the shape is chosen
+WITH_TEACHER = 2  # a student's token counts as so many when the shape is chosen
 # A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
 # tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
 BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
