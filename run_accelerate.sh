@@ -14,6 +14,8 @@
 # PREPARE_FLAGS=... flags for the preparation of text, such as "--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   number of processes (default: one per GPU; on a CPU, one)
 # ENGINE=name       the engine of configs/name.yaml (docs/engines.md); or CONFIG=file.yaml, your own file for Accelerate
+# PYTHON=file       a Python to use as it is, with the packages that it has (default: one with the pinned versions, or
+#                   a new .venv)
 # MASTER_PORT=N     port at which the processes meet (default: any free port)
 #
 # For several machines, start this command on each one, in a folder that all machines see:
@@ -26,8 +28,8 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   exec sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
 fi
 folder=$(dirname "${BASH_SOURCE[0]}")
-for name in DATA CHAT TEACHER CONFIG; do # relative paths start at the folder where the command was typed
-  [ "$folder" -ef . ] || [ ! -e "${!name:-}" ] || printf -v "$name" '%s' "$(realpath "${!name}")"
+for name in DATA CHAT TEACHER CONFIG PYTHON; do # relative paths start at the folder where the command was typed
+  [ "$folder" -ef . ] || [[ ${!name:-} == /* ]] || [ ! -e "${!name:-}" ] || printf -v "$name" '%s' "$PWD/${!name}"
 done
 cd "$folder"
 source scripts/environment.sh requirements.txt
@@ -37,7 +39,7 @@ launch=$("$python" -m training.preflight "$@")
 # The launcher runs in its own session, so that it gets each signal once, from this script. When a signal or
 # --time_limit stops the processes, they save the run and create the file STOP_NOTE. Then this script exits with code 0.
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
-for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE MINUTES PREPARE_FLAGS MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
+for name in PYTHON MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE MINUTES PREPARE_FLAGS MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
   [ -z "${!name+set}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
 done
 export RESUME_WITH=${RESUME_WITH% } STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$

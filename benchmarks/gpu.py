@@ -8,7 +8,8 @@ time limit. The folder $OUT (default: out/benchmarks/gpu) has these files:
 - traces.zip: traces of the last micro-batch and the update of a step, for https://ui.perfetto.dev;
 - log.txt: the output of all parts.
 
-Only parts import torch, so the report is written even if torch hangs.
+Only parts import torch, so the report is written even if torch hangs. If tests fail, the
+measurements mean nothing.
 """
 
 import ctypes
@@ -39,9 +40,10 @@ WHEELS, SITE = REPOSITORY / "out/wheels", REPOSITORY / "out/site"  # SITE: the i
 COMPILED = REPOSITORY / "out/compiled/gpu"  # the parts' compile cache
 PR_SET_CHILD_SUBREAPER = 36  # from sys/prctl.h
 PASSED, LATE = "passed", "out of time"
-# If CHECKS fail, measurements mean nothing. TESTS: the files with all tests that need a GPU.
-CHECKS = "losses_on_a_gpu or rotation_on_a_gpu or compiled_blocks or fused_kernels"
-TESTS = ("tests/integration/test_gpu.py", "tests/test_decoder.py")
+# The files with all tests that need a GPU. Starting processes takes most of the time: 8 at once.
+TESTS = "-n 8 -v --tb=short -m gpu tests/integration/test_gpu.py tests/test_decoder.py"
+# Patterns of the lines of the first command that the report quotes, each the last of its kind.
+QUOTED = ("recipe: .*", "step .*tokens/s.*", "step .*bits per byte.*", "step .* sample .*")
 ENGINES = "ours-compiled ours-zero2-compiled"
 SIZES = {"104m": "--batch_size 32 --seq_len 1024", "360m": "--batch_size 16"}
 TINY_FLAGS = "--dtype float32 --warmup_steps 1 --rounds 1 --steps 2"
@@ -52,7 +54,7 @@ TINY = "**A rehearsal with tiny models, not compiled: its speeds, ratios and mem
 class Part(NamedTuple):
     name: str
     seconds: int  # time limit
-    command: list[str]  # arguments of Python
+    command: list[str]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -60,7 +62,9 @@ def main(argv: list[str] | None = None) -> None:
     began = time.monotonic()
     parser = new_parser(PROGRAM, __doc__)
     parser.add_argument("--tiny", action="store_true", help="use tiny models, also without a GPU")
-    tiny = parser.parse_args(argv).tiny
+    parser.add_argument("--parts", nargs="+", help="names of the parts to run (default: all)")
+    options = parser.parse_args(argv)
+    tiny = options.tiny
     out = Path(os.environ.get("OUT", "out/benchmarks/gpu")).absolute()
     out.mkdir(parents=True, exist_ok=True)
     for name in (REPORT, ROWS, TRACES, LOG):
@@ -68,7 +72,9 @@ def main(argv: list[str] | None = None) -> None:
     if tiny:
         record(out / ROWS, "note", {"text": TINY})
     try:
-        passed = run_parts(all_parts(out, tiny), out, began)
+        parts = all_parts(out, tiny)
+        chosen = [part for part in parts if part.name in (options.parts or [part.name])]
+        passed = run_parts(chosen, out, began)
     finally:
         print((out / REPORT).read_text(encoding="utf-8"), flush=True)
     sys.exit(not passed)
@@ -88,25 +94,26 @@ def all_parts(out: Path, tiny: bool) -> list[Part]:
             flags = flags.replace("compiled", "eager")
         files = ["--rows", str(out / ROWS), "--traces", str(out / TRACES)]
         command = ["-m", "benchmarks.throughput", *flags.split(), *files]
-        return Part(f"{size} × {accumulation_steps}", 170 if more else 140, command)
+        return python(f"{size}x{accumulation_steps}", 170 if more else 140, *command)
 
-    def tests(name: str, seconds: int, names: str) -> Part:
-        flags = ["-v", "-rN", "--tb=short", "-m", "gpu", "-k", names]
-        return Part(name, seconds, ["-m", "pytest", *flags, *TESTS])
+    def python(name: str, seconds: int, *arguments: str) -> Part:
+        return Part(name, seconds, [sys.executable, *arguments])
 
     start = f"from benchmarks import gpu; gpu.start({str(out / ROWS)!r}, {tiny})"
+    minutes = 0.3 if tiny else 2
+    first = ["env", f"MINUTES={minutes}", f"PYTHON={sys.executable}", "bash", "run_accelerate.sh"]
     parts = [
-        Part("start", 90, ["-c", start]),
-        tests("checks", 130, CHECKS),
+        python("start", 90, "-c", start),
+        python("tests", 150, "-m", "pytest", *TESTS.split()),
+        Part("run_accelerate.sh", 200, first),
         steps(small, 1, "transformers-compiled"),
         steps(large, 1),
         steps(small, 8, "ours-zero2-compiled+uncoalesced"),
         steps(large, 8),
-        tests("tests", SECONDS, f"not ({CHECKS})"),
     ]
     if wheels := [str(path) for path in sorted(WHEELS.glob("*.whl"))]:
         flags = ["--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(SITE)]
-        parts.insert(0, Part("wheels", 60, ["-m", "pip", "install", *flags, *wheels]))
+        parts.insert(0, python("wheels", 60, "-m", "pip", "install", *flags, *wheels))
     return parts
 
 
@@ -116,11 +123,11 @@ def start(rows: str, tiny: bool) -> None:
     import torch
 
     from benchmarks.work import DATA, SIZES
-    from scripts.check_pins import unsatisfied
+    from scripts.check_pins import differences
 
     notes = [heading(PROGRAM, ["--tiny"] if tiny else [])]
-    if others := unsatisfied(REPOSITORY / "requirements.txt"):
-        notes.append(f"Other versions than in requirements.txt: {', '.join(others)}.")
+    if others := differences(REPOSITORY / "requirements.txt"):
+        notes.append(f"Other versions than in requirements.txt: {others}.")
     for text in notes:
         record(Path(rows), "note", {"text": text})
     with suppress(ImportError):
@@ -160,7 +167,7 @@ def run_part(part: Part, seconds: float, out: Path) -> str:
     row = {"part": part.name, "result": "stopped" if seconds else "left out", "seconds": 0.0}
     began = time.monotonic()
     with open(out / LOG, "a+b") as log:
-        log.write(f"\n# {part.name}: python {' '.join(part.command)}\n".encode())
+        log.write(f"\n# {part.name}: {' '.join(part.command)}\n".encode())
         log.flush()
         first = log.tell()
         try:  # whatever ends the part, even a signal, leaves a result
@@ -181,11 +188,11 @@ def run_part(part: Part, seconds: float, out: Path) -> str:
 
 
 def started(command: list[str], log) -> subprocess.Popen:
-    """Start Python with these arguments; its output goes into the file `log`."""
+    """Start a command; its output goes into the file `log`."""
     search = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
     ours = {"PYTHONPATH": search, "TORCHINDUCTOR_CACHE_DIR": str(COMPILED), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [sys.executable, *command],
+        command,
         cwd=REPOSITORY,
         env=os.environ | ours,
         stdin=subprocess.DEVNULL,
@@ -216,12 +223,18 @@ def end_all() -> None:
 
 
 def summary(output: str, result: str) -> str:
-    """Return the counts of tests. Without tests: the last line, or "" if the part has passed."""
-    tests = Counter(re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", output, re.MULTILINE))
-    if tests:
-        return ", ".join(f"{number} {name.lower()}" for name, number in tests.items())
+    """Return the counts of tests, with the names of failed tests, and the QUOTED lines. If a part
+    without tests has not passed, add its last line."""
     lines = output.split("\n")
-    return "" if result == PASSED else next(filter(None, map(str.strip, reversed(lines))), "")[:200]
+    tests = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (\S+)", output, re.MULTILINE)
+    counts = Counter(outcome for outcome, _ in tests)
+    said = [f"{number} {name.lower()}" for name, number in counts.items()]
+    said += [name for outcome, name in tests if outcome in ("FAILED", "ERROR")]
+    if not tests:
+        said = [found[-1] for pattern in QUOTED if (found := re.findall(pattern, output))]
+        if result != PASSED:
+            said.append(next(filter(None, map(str.strip, reversed(lines))), "")[:200])
+    return "; ".join(said).replace("|", "\\|")
 
 
 def write_report(out: Path) -> None:

@@ -44,7 +44,8 @@ class LayerCache:
         grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])
         width = cache.longest if cache.mask is None else cache.mask.shape[-1]
         keys, values = keys.narrow(2, 0, width), values.narrow(2, 0, width)
-        return F.scaled_dot_product_attention(grouped, keys, values, cache.mask).view(q.shape)
+        out = F.scaled_dot_product_attention(grouped, keys, values, cache.mask)
+        return out.reshape(q.shape)  # on a GPU `out` may have other strides than q
 
 
 class Cache:

@@ -1,19 +1,25 @@
-# run_accelerate.sh and run_tests.sh source this file with a requirements file as argument. "$python" becomes the
-# active Python or that of .venv, if it has exactly the pinned versions. Otherwise this file installs them into .venv.
+# run_accelerate.sh and run_tests.sh source this file with a requirements file as argument. "$python" becomes $PYTHON,
+# whatever versions it has. Without PYTHON it becomes the active Python or that of .venv, if it has exactly the pinned
+# versions; otherwise this file installs them into .venv.
 
 fail() { echo "error: $1" >&2; exit 2; }
 requirements=$1
-for python in python python3 .venv/bin/python ""; do
-  [ -z "$python" ] || ! "$python" scripts/check_pins.py "$requirements" >/dev/null 2>&1 || break
-done
+if [ -n "${PYTHON:-}" ]; then
+  python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON: no such program"
+  "$python" scripts/check_pins.py --any_version "$requirements" || exit 2
+else
+  for python in python python3 .venv/bin/python ""; do
+    [ -z "$python" ] || ! "$python" scripts/check_pins.py "$requirements" >/dev/null 2>&1 || break
+  done
+fi
 if [ -z "$python" ]; then
   [ "${NUM_MACHINES:-1}" = 1 ] ||
     fail "several machines would install into .venv at the same time; run this once: python3 -m venv .venv && .venv/bin/python -m pip install -r $requirements"
-  for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10 ""; do
+  for base in python3 python3.13 python3.12 python3.11 python3.10 ""; do
     [ -n "$base" ] || break
     "$base" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && break
   done
-  [ -n "$base" ] || fail "Python 3.10 to 3.13 is needed; set PYTHON=/path/to/python"
+  [ -n "$base" ] || fail "Python 3.10 to 3.13 is needed; set PYTHON=/path/to/python, which then needs the packages of $requirements"
   # PyPI's PyTorch is built for CUDA 13.0: it needs driver 580 or newer, and a GPU of Turing or newer (not V100).
   query() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null; }
   # Old drivers do not know compute_cap. If both queries fail, ignore their output: it is an error message.

@@ -140,14 +140,24 @@ def test_a_part_gets_at_most_the_time_left_and_none_if_that_is_too_short(wanted,
 @pytest.mark.parametrize("tiny", [False, True])
 def test_the_gpu_script_measures_contenders_that_exist(tmp_path, tiny):
     commands = [part.command for part in gpu.all_parts(tmp_path, tiny)]
-    measured = [command for command in commands if command[1] == throughput.PROGRAM]
-    assert [len(throughput.parse_options(c[2:]).contenders) for c in measured] == [3, 2, 3, 2]
+    measured = [command for command in commands if command[2] == throughput.PROGRAM]
+    assert [len(throughput.parse_options(c[3:]).contenders) for c in measured] == [3, 2, 3, 2]
 
 
-def test_each_check_of_the_gpu_script_names_a_gpu_test():
-    text = (REPOSITORY / gpu.TESTS[0]).read_text(encoding="utf-8")
-    for name in gpu.CHECKS.split(" or "):
-        assert re.search(f"def test_.*{name}", text), name
+def test_the_gpu_script_runs_all_gpu_tests():
+    files = [
+        path for path in Path(REPOSITORY, "tests").rglob("test_*.py") if "mark.gpu" in read(path)
+    ]
+    assert {str(path.relative_to(REPOSITORY)) for path in files} == set(gpu.TESTS.split()[-2:])
+
+
+def test_the_report_quotes_the_result_of_tests_and_of_the_first_command():
+    tests = "[gw0] [ 50%] PASSED tests/a.py::test_a \n[gw1] [100%] FAILED tests/a.py::test_b[1] \n"
+    assert gpu.summary(tests, "failed, exit code 1") == "1 passed; 1 failed; tests/a.py::test_b[1]"
+    steps = "  recipe: 2 min\nstep 1/2  loss 3  5 tokens/s\nstep 2/2  loss 2  9 tokens/s\n'a|b'\n"
+    quoted = "recipe: 2 min; step 2/2  loss 2  9 tokens/s"
+    assert gpu.summary(steps, gpu.PASSED) == quoted
+    assert gpu.summary(steps, gpu.LATE) == rf"{quoted}; 'a\|b'"
 
 
 # A program that runs parts. The last part starts a process in a session of its own, and hangs.
@@ -161,10 +171,10 @@ out, seconds = Path(sys.argv[1]), float(sys.argv[2])
 before = f"import pathlib; assert 'passed' {{}} pathlib.Path({str(out / 'gpu.md')!r}).read_text()"
 hang = f"import os, time; os.fork() or os.setsid(); time.sleep(600)  # {out}"
 parts = [
-    Part("start", 99, ["-c", before.format("not in")]),
-    Part("second", 99, ["-c", before.format("in")]),
-    Part("broken", 99, ["-c", "raise SystemExit('no such thing')"]),
-    Part("hangs", seconds, ["-c", hang]),
+    Part("start", 99, [sys.executable, "-c", before.format("not in")]),
+    Part("second", 99, [sys.executable, "-c", before.format("in")]),
+    Part("broken", 99, [sys.executable, "-c", "raise SystemExit('no such thing')"]),
+    Part("hangs", seconds, [sys.executable, "-c", hang]),
 ]
 assert not run_parts(parts, out, time.monotonic())
 """

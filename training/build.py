@@ -9,7 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import UsageError
 from model import Transformer
 from training.engine.compilation import compile_blocks
-from training.engine.deepspeed_setup import partitioned_while_built, set_up_deepspeed
+from training.engine.deepspeed_setup import (
+    launch_fewer_kernels,
+    partitioned_while_built,
+    set_up_deepspeed,
+)
 from training.engine.estimate import Workload, can_coalesce
 from training.engine.launch import KEPT, Engine
 from training.engine.state import TrainingState
@@ -48,6 +52,8 @@ def build_model(
     with partitioned_while_built(engine):
         model = Transformer(config)
         args.adapt(model)  # adds the adapters of LoRA, if any
+    # DeepSpeed moves a model to its GPU, but not a divided one.
+    model.pos_cis = model.pos_cis.to(accelerator.device)
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, args.dtype))
@@ -73,6 +79,8 @@ def build_model(
         KEPT.append(model)  # see engine/launch.py
     if engine.coalesces and engine.kind.fp32_sums:
         optimizer.optimizer.use_grad_accum_attribute = True  # without it, sums are in 16 bits
+    if engine.deepspeed is not None:
+        launch_fewer_kernels(optimizer.optimizer)
     set_muon_layout(model, engine)
     torch.manual_seed(args.seed + 1000003 * accelerator.process_index)  # other dropout on each rank
     return model, optimizer, TrainingState(engine, model, optimizer, prepared.shapes)
