@@ -8,10 +8,10 @@
 # wheels in out/wheels, into out/site. On a machine with a network, the next command puts wheels (6 MB) for Python
 # 3.12 on Linux into out/wheels: DeepSpeed, and those of its dependencies that a Python with Accelerate may lack.
 #
-#     python3 -m pip wheel --no-deps --wheel-dir out/wheels deepspeed==0.19.8 hjson &&
+#     python3 -m pip wheel --no-deps --wheel-dir out/wheels deepspeed==0.19.8 hjson gguf==0.19.0 &&
 #     python3 -m pip download --no-deps --only-binary :all: --dest out/wheels --python-version 3.12 \
-#         --platform manylinux2014_x86_64 pydantic==2.14.4 pydantic-core==2.50.5 annotated-types \
-#         typing-inspection typing-extensions einops msgpack ninja py-cpuinfo
+#         --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 pydantic==2.14.4 pydantic-core==2.50.5 annotated-types \
+#         typing-inspection typing-extensions einops msgpack ninja py-cpuinfo sentencepiece==0.2.3
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

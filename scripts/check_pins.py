@@ -7,6 +7,7 @@ With --any_version only a missing package is an error; other versions are named 
 program imports only the standard library, so any Python can run it.
 """
 
+import argparse
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,20 +39,22 @@ def differences(path: Path) -> str:
     return ", ".join(f"{pin} ({installed or 'not installed'})" for pin, installed in found)
 
 
-def main(words: list[str]) -> str | None:
-    """Return an error message, or None."""
-    *flags, file = words
-    path = Path(file)
-    if flags != ["--any_version"]:
-        return differences(path) or None
-    if missing := [pin for pin, installed in unsatisfied(path).items() if installed is None]:
-        command = f"{sys.executable} -m pip install {' '.join(missing)}"
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--any_version", action="store_true", help="only refuse missing packages")
+    options = parser.parse_args(argv)
+    others = differences(options.file)
+    if not options.any_version:
+        sys.exit(others or None)
+    missing = [pin for pin, installed in unsatisfied(options.file).items() if installed is None]
+    if missing:
         names = ", ".join(pin.partition("==")[0] for pin in missing)
-        return f"error: {sys.executable} lacks {names}: {command}"
-    if others := differences(path):
-        print(f"{sys.executable} has other versions than {path}: {others}", file=sys.stderr)
-    return None
+        command = f"{sys.executable} -m pip install {' '.join(missing)}"
+        sys.exit(f"error: {sys.executable} lacks {names}: {command}")
+    if others:
+        print(f"{sys.executable} has other versions than {options.file}: {others}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

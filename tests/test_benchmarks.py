@@ -145,9 +145,8 @@ def test_the_gpu_script_measures_contenders_that_exist(tmp_path, tiny):
 
 
 def test_the_gpu_script_runs_all_gpu_tests():
-    files = [
-        path for path in Path(REPOSITORY, "tests").rglob("test_*.py") if "mark.gpu" in read(path)
-    ]
+    tests = (REPOSITORY / "tests").rglob("test_*.py")
+    files = [path for path in tests if "pytest.mark." + "gpu" in read(path)]
     assert {str(path.relative_to(REPOSITORY)) for path in files} == set(gpu.TESTS.split()[-2:])
 
 

@@ -87,6 +87,26 @@ def test_a_gpu_that_the_pinned_pytorch_cannot_use_is_refused_before_an_installat
     assert not (clone / ".venv").exists()
 
 
+def test_a_named_python_is_used_as_it_is(tmp_path, corpus):
+    folder = copy_repository(tmp_path / "clone")
+    pins = folder / "requirements.txt"
+    pins.write_text(re.sub("numpy==.*", "numpy==0.0.1", pins.read_text()))
+    here = {"cwd": tmp_path, "PATH": "/usr/bin:/bin", "DATA": str(corpus)}
+    (tmp_path / "venv").symlink_to(sys.prefix)
+    typed = ["bash", "clone/run_accelerate.sh", "--dim", "7"]
+    ended = run(typed, PYTHON="venv/bin/python", **here)
+    assert "has other versions than requirements.txt: numpy==0.0.1" in ended.out
+    assert "dim 7 is not divisible by n_heads 2" in ended.out
+    pins.write_text("numpy==0.0.1\nbase==1\n")
+    ended = run(typed, PYTHON=sys.executable, **here)
+    assert ended.code == 2
+    assert ended.out.endswith(f"lacks base: {sys.executable} -m pip install base==1\n")
+    assert (
+        run(typed, PYTHON="no-python", **here).out == "error: PYTHON=no-python: no such program\n"
+    )
+    assert not (folder / ".venv").exists()
+
+
 @pytest.fixture(scope="module")
 def pretrained(clone, tmp_path_factory, path_without_compilers) -> Path:
     """The folder of a run named "mine" on a text named "short"."""
