@@ -227,6 +227,32 @@ def test_a_full_disk_loses_no_row(start, feed, tmp_path, capsys):
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
+def test_a_tracker_that_fails_is_named_and_hides_no_row_from_the_others(
+    start, feed, tmp_path, capsys
+):
+    log, written = start(), []
+
+    def refuse(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    log.accelerator.trackers = [
+        SimpleNamespace(name="tensorboard", log=refuse, finish=refuse),
+        SimpleNamespace(
+            name="wandb",
+            log=lambda values, step: written.append(step),
+            finish=lambda: written.append("finished"),
+        ),
+    ]
+    feed(log, 1)
+    refused = "NOT WRITTEN by tensorboard: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().out.startswith(refused)
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    log.close()
+    assert capsys.readouterr().out == refused
+    log.accelerator.end_training()  # would raise the error again
+    assert written == [1, "finished"]
+
+
 def test_a_resumed_run_drops_the_rows_that_it_writes_again(start, feed, tmp_path):
     """It also drops lines that a kill has cut short, and lines that are not UTF-8."""
     begun = (

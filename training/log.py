@@ -4,14 +4,14 @@ import hashlib
 import importlib.util
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import filter_trackers
+from accelerate.tracking import GeneralTracker, filter_trackers
 from torch import Tensor
 
 from common.atomic import write_whole
@@ -208,8 +208,18 @@ class TrainingLog:
                 print(f"{self.name}  {text}" if self.name else text, flush=True)
 
     def close(self) -> None:
+        self._for_trackers(lambda tracker: tracker.finish())
+        self.accelerator.trackers = []  # Accelerate would finish them again
         if self._file is not None:
             self._file.close()
+
+    def _for_trackers(self, call: Callable[[GeneralTracker], None]) -> None:
+        """Call `call` with each tracker. Report an OSError, which must not stop training."""
+        for tracker in self.accelerator.trackers:
+            try:
+                call(tracker)
+            except OSError as error:
+                self.say(f"NOT WRITTEN by {tracker.name}: {error}")
 
     def _write(self, values: dict, section: str) -> None:
         """Add a row to metrics.jsonl and to the trackers. A full disk does not stop training."""
@@ -223,9 +233,9 @@ class TrainingLog:
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-            self.accelerator.log(tracked, step=step)
         except OSError as error:
             self.say(f"NOT WRITTEN: {error}; rows not in {self.folder.metrics} are in memory")
+        self._for_trackers(lambda tracker: tracker.log(tracked, step=step))
 
 
 def require_trackers(names: list[str]) -> None:
