@@ -172,11 +172,13 @@ def test_the_loss_meter_of_an_older_version_is_read(run):
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (1, [2, 5]), (0, [1, 2, 3, 4, 5])])
 def test_saving_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
-    """Leftovers of a killed save are deleted too, unless keep_last is 0."""
-    (run.checkpoints / "step-00000009.partial").mkdir(parents=True)
+    """Leftovers of a killed save and of a resume are deleted too, unless keep_last is 0."""
+    leftovers = [run.checkpoints / "step-00000009.partial", run.path / "weights.aside-17"]
+    for folder in leftovers:
+        folder.mkdir(parents=True)
     save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
     assert steps_of(run) == kept
-    assert bool(list(run.checkpoints.glob("*.partial"))) == (keep_last == 0)
+    assert [path.exists() for path in leftovers] == [keep_last == 0] * 2
 
 
 def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(run):
@@ -214,8 +216,8 @@ def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
 
 
 def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(run, monkeypatch):
-    save(run, 1)
-    checkpointer = checkpointer_of(run)
+    save(run, 1, val_losses={1: 3.0})
+    checkpointer = checkpointer_of(run, resumed_at=1)
     assert checkpointer.wait()  # there is no save to wait for
 
     def refuse(*args, **options):
@@ -223,14 +225,28 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(ru
 
     with monkeypatch.context() as patch:
         patch.setattr("formats.portable.save_tensors", refuse)
-        checkpointer.save(2, None)
+        checkpointer.save(2, 1.0)
         assert not checkpointer.wait()
     assert checkpointer.log.lines[-1].startswith("CHECKPOINT NOT SAVED: [Errno 28] No space left")
     assert steps_of(run) == [1]
     assert run.latest.read_text() == "step-00000001\n"
-    checkpointer.save(3, None)
+    # The loss of the failed save does not count.
+    assert [checkpointer.is_best(loss) for loss in (2.0, 3.0)] == [True, False]
+    checkpointer.save(3, 2.0)
     assert checkpointer.wait()
+    assert [checkpointer.is_best(loss) for loss in (1.9, 2.0)] == [True, False]
     assert damage(run.checkpoint(3)) is None
+
+
+def test_only_the_main_process_knows_whether_a_save_failed_and_decides_what_is_best(
+    run, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(checkpointing, "on_main_process", lambda *how: asked.append(how) or True)
+    other = checkpointer_of(run, engine=engine_of(2, rank=1))
+    other.lowest_val_loss = 1.0
+    assert other.is_best(2.0)
+    assert asked[-1][0] is other.engine
 
 
 def test_models_trained_together_prune_when_all_saved_the_same_step(run, tmp_path, monkeypatch):

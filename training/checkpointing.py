@@ -38,9 +38,8 @@ class Checkpointer:
         } | ({"lora": vars(lora)} if lora else {})
         paths = self.folder.all_checkpoints()
         best = files.best([path for path in paths if step_of(path) <= prepared.start.step])
-        lowest = files.val_loss(best) if best else math.inf
-        # All processes need the same value, but other machines may see the files late.
-        self.lowest_val_loss = on_main_process(self.engine, lambda: lowest)
+        # Of the checkpoints on disk and the one that is being written; true on the main process.
+        self.lowest_val_loss = files.val_loss(best) if best else math.inf
         self._writer = threading.Thread()  # the thread that writes the latest checkpoint
         self.group = [self]  # checkpointers of all models that train together
         self._begun = self._saved = 0  # steps of the latest save and of the latest successful save
@@ -50,8 +49,8 @@ class Checkpointer:
         A disk error is logged, does not stop training, and leaves the older checkpoints."""
         for other in self.group:  # a writer may still remove older checkpoints of this model
             other.wait()
-        started = time.perf_counter()
-        self.lowest_val_loss = min(self.lowest_val_loss, math.inf if val_loss is None else val_loss)
+        started, on_disk = time.perf_counter(), self.lowest_val_loss
+        self.lowest_val_loss = min(on_disk, math.inf if val_loss is None else val_loss)
         tensors = {files.WEIGHTS: self.state.weights(), files.OPTIMIZER: self.state.moments()}
         mine = random_state(self.engine.accelerator.device) | self.log.meter.state()
         ranks = gather_object([mine]) if self.engine.processes > 1 else [mine]
@@ -61,7 +60,7 @@ class Checkpointer:
         state = {"step": step, "val_loss": val_loss} | self.facts | self.state.scalars()
         if self.engine.is_main:
             self._begun = step
-            work = (tensors, state, time.perf_counter() - started)
+            work = (tensors, state, time.perf_counter() - started, on_disk)
             self._writer = threading.Thread(target=self._write, args=work, name=CHECKPOINT_WRITER)
             self._writer.start()
 
@@ -72,10 +71,15 @@ class Checkpointer:
             self._writer.join()
         return self._saved == self._begun
 
-    def _write(self, tensors: dict, state: dict, stalled: float) -> None:
+    def is_best(self, val_loss: float) -> bool:
+        """Return whether no checkpoint has a loss as low as this. Every process must call this."""
+        return on_main_process(self.engine, lambda: val_loss < self.lowest_val_loss)
+
+    def _write(self, tensors: dict, state: dict, stalled: float, on_disk: float) -> None:
         try:
             size = files.write_checkpoint(self.folder, tensors, state) / 1e6
         except Exception as error:  # an uncaught error would print a traceback
+            self.lowest_val_loss = on_disk
             self.log.say(f"CHECKPOINT NOT SAVED: {error}; older ones are kept")
             return
         self._saved = state["step"]
@@ -94,7 +98,7 @@ def prune(run: RunFolder, keep_last: int) -> None:
     checkpoints = run.all_checkpoints()
     keep = {*checkpoints[-keep_last:], files.best(checkpoints)}
     leftovers = run.checkpoints.glob("step-*.*")  # set aside at a resume, or unfinished
-    for path in {*leftovers, *checkpoints} - keep:
+    for path in {*leftovers, *run.path.glob("weights.aside-*"), *checkpoints} - keep:
         remove(path)
 
 

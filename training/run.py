@@ -246,8 +246,9 @@ class Run:
             write_sample(step, self.state.whole_model(), self.prepared, self.log)
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
-        """Return whether val_loss is the lowest so far, --save_interval is due, or the run ends."""
-        is_best = val_loss is not None and val_loss < self.checkpointer.lowest_val_loss
+        """Return whether val_loss is the lowest so far, --save_interval is due, or the run ends.
+        Every process must call this."""
+        is_best = val_loss is not None and self.checkpointer.is_best(val_loss)
         return is_best or self._is_time(step, self.args.save_interval)
 
     def _is_time(self, step: int, interval: int) -> bool:
