@@ -12,7 +12,7 @@ same steps.
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -24,6 +24,7 @@ from storage.checkpoint import damage
 from storage.folder import RunFolder, step_of
 from training.arguments import TrainingArguments, as_arguments, build_parser
 from training.build import random_state, restore_random
+from training.engine.launcher_settings import with_launcher_settings
 from training.interruption import end_stopped, how_to_resume
 from training.preflight import as_words
 from training.run import Run
@@ -158,11 +159,14 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
     """Return the training arguments and model settings of each model. Raises UsageError if a file
     is unreadable or has invalid flags, or if two models have the same name."""
     models, flags_of_all = [], vars(shared) | settings
-    for file in flags_of_all.pop("model"):
+    files = flags_of_all.pop("model")
+    defaults = {item.name: item.default for item in fields(shared)}
+    typed = {name: v for name, v in flags_of_all.items() if name in settings or v != defaults[name]}
+    for file in files:
         try:
             words = as_words(json.loads(Path(file).read_text(encoding="utf-8")))
             own = {"run_name": Path(file).stem} | vars(build_parser(only=OWN).parse_args(words))
-            models.append(as_arguments(flags_of_all | own))
+            models.append(as_arguments(flags_of_all | with_launcher_settings(typed | own)))
         except (OSError, ValueError, AttributeError) as error:
             raise UsageError(f"--model {file}: {reason(error)}") from error
     names = [args.run_name for args, _ in models]

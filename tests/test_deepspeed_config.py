@@ -19,6 +19,8 @@ from training.engine.deepspeed_config import (
     BY_WIDTH,
     REFUSED,
     read_config,
+    read_file,
+    rename_old_keys,
     resolve,
 )
 from training.engine.launch import Engine
@@ -112,9 +114,9 @@ def test_auto_sizes_become_deepspeeds_defaults_or_depend_on_the_model(config, ac
         ("zero_optimization.overlap_com", True, "DeepSpeed rejects the file: "),
         ("zero_optimization.overlap_com", "auto", '"zero_optimization.overlap_com": "auto" is not'),
         ("communication_data_type", "int4", "int4"),
-        ("zero_optimization.stage3_prefetch_bucket_size", "auto", "only at 3"),
         ("zero_optimization.offload_param", {"device": "cpu"}, "at stage 2, only at 3"),
-        ("zero_optimization.sub_group_size", 1, "sub_group_size"),
+        ("zero_optimization.stage3_prefetch_buckets", 1, "DeepSpeed rejects the file: "),
+        ("zero_optimization.leaf_module", {"classes": ["Experts"]}, "leaf_module"),
         ("zero_optimization.offload_optimizer", {"device": "nvme"}, 'write "cpu"'),
         ("zero_optimization.offload_optimizer", {"device": "cpu", "ratio": 0.5}, '"ratio"'),
         ("bf16.check_grad_overflow", False, "NaN"),
@@ -136,19 +138,21 @@ def test_a_key_or_value_that_cannot_be_used_is_refused_by_name(config, key, in_f
 
 def test_one_error_lists_all_problems(config):
     config = put(put(config, "gradient_clipping", 9), "optimizer.params.lr", 1)
-    config = put(config, "zero_optimization.stage3_max_live_parameters", 1)
+    config = put(config, "zero_optimization.offload_param", {"device": "cpu"})
     config = put(config, "zero_optimization.round_robin", 1)
     config = put(config, "zero_optimization.offload_optimizer", {"device": "nvme"})
-    config["scheduler"] = {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0}}
+    config["pipeline"] = {"stages": 2}
     message = refused(config)
     for part in (
-        *('"gradient_clipping" is 9', '"optimizer.params.lr" is 1', "stage3_max_live", "nvme_path"),
+        *('"gradient_clipping" is 9', '"optimizer.params.lr" is 1', "offload_param", "nvme_path"),
         *("DeepSpeed rejects the file: 1 validation error", "round_robin", '"auto" takes'),
-        'remove "scheduler": not supported here',
+        'remove "pipeline": not supported here',
     ):
         assert message.count(part) == 1, part
     stage = refused(put(config, "zero_optimization.stage", 0))
-    assert '"zero_optimization.stage" must be 1, 2 or 3' in stage
+    assert (
+        '"zero_optimization.stage" must be 1, 2 or 3: leave out the file, or set ENGINE=' in stage
+    )
     assert '"gradient_clipping" is 9' in stage
 
 
@@ -195,7 +199,9 @@ def test_nvme_needs_a_path_and_a_reuse_distance_of_0(config):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"{", r"JSON \(Expect"),
+        (b"{", r"JSON \(Bad key name \(eof\)"),
+        (b'{"bf16": {}, "zero_optimization": {}, "bf16": {}}', 'keep only one "bf16"'),
+        (b'{"bf16": {"enabled": true}, "bfloat16": {}, "zero_optimization": {}}', "the old name"),
         (b'{"zero_optimization": 2}', "zero_opt"),
         (None, r"JSON \(No such file or directory\)$"),
     ],
@@ -210,11 +216,11 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, says):
 
 
 def fixture(name: str) -> dict:
-    config = read_config(str(FIXTURES / f"{name}.json"))
-    config.pop("scheduler", None)  # refused: --lr_schedule takes its place
+    config = read_file(str(FIXTURES / f"{name}.json"))
     if "aio" in config["zero_optimization"]:  # a wrong place, which DeepSpeed rejects
         config["aio"] = config["zero_optimization"].pop("aio")
         config["zero_optimization"]["stage3_max_reuse_distance"] = 0
+    rename_old_keys(config, name)
     return config
 
 
@@ -226,14 +232,42 @@ def test_files_of_guides_are_accepted_after_the_changes_that_errors_demand(name)
     assert json.dumps(found).count('"auto"') == (found["zero_optimization"].get(BY_WIDTH) == "auto")
 
 
-def test_deepspeed_chats_configuration_gets_one_error_and_is_accepted_at_stage_3():
+def test_deepspeed_chats_configuration_gets_one_error_and_is_accepted_at_all_stages():
     config = fixture("deepspeed_chat")
     message = refused(config)
-    for part in ('remove "hybrid_engine"', "stage3_prefetch", '"fp16.enabled" is true, but'):
+    for part in ('remove "hybrid_engine"', '"fp16.enabled" is true, but'):
         assert part in message
     config["hybrid_engine"]["enabled"] = False
-    config["zero_optimization"]["stage"] = 3
     args = TrainingArguments(dtype="float16", batch_size=4, accumulation_steps=4)
-    found = resolved(config, args)
-    assert found["fp16"] == {"enabled": True, "loss_scale_window": 100}
-    assert found["zero_optimization"]["stage3_prefetch_bucket_size"] == 3e7
+    for stage in (1, 2, 3):  # one dictionary for all stages
+        config["zero_optimization"]["stage"] = stage
+        found = resolved(config, args)
+        assert found["fp16"] == {"enabled": True, "loss_scale_window": 100}
+        assert found["zero_optimization"]["stage3_prefetch_bucket_size"] == 3e7
+
+
+OLD = """{
+  // as a guide prints it
+  "bfloat16": {"enabled": "auto"},
+  "aio": {"thread_count": 2,}, # a comment of another kind
+  "zero_optimization": {
+    "stage": 3,
+    "sub_group_size": "auto", "stage3_max_live_parameters": "auto",
+    "stage3_max_reuse_distance": "auto",
+    "stage3_gather_fp16_weights_on_model_save": true,
+  },
+}"""
+
+
+def test_files_are_read_as_deepspeed_reads_them_and_old_names_are_understood(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(OLD)
+    found = resolved(read_config(str(path)))
+    assert found["bf16"] == {"enabled": True}
+    assert found["aio"] == {"intra_op_parallelism": 2}
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+    assert found["zero_optimization"] == {"stage": 3, gathers: True}
+    for value in ("false", '{"enabled": false}'):  # neither is dropped
+        path.write_text(OLD.replace('{"enabled": "auto"}', value))
+        with pytest.raises(UsageError, match="bf16"):
+            resolved(read_config(str(path)))

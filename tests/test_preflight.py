@@ -98,7 +98,7 @@ def test_a_launch_that_works_passes(flags, config_file, monkeypatch):
         (["--init_from", "no/weights"], "no/weights: no such folder"),
         (["--resume", "no/run"], "--resume no/run: neither a run with checkpoints nor a"),
         (["--dtype", "float16"], "--dtype float16 needs a GPU"),
-        (["--deepspeed", "other.json"], "the launcher's DeepSpeed file is ds_config.json"),
+        (["--deepspeed", "configs/zero1.json"], "launcher's DeepSpeed file is ds_config.json"),
         (["--log_with", "wandb"], "pip install wandb"),
     ],
 )
@@ -114,7 +114,7 @@ def test_flags_that_cannot_work_are_refused(flags, more, keyword, monkeypatch):
     [
         ({"num_procesess": 2}, "num_procesess"),
         ({"mixed_precision": "bf16"}, "mixed_precision"),
-        ({"ds_config": "{'a': 1}"}, "no readable JSON"),
+        ({"ds_config": "{]"}, "no readable JSON"),
         ({"deepspeed_config": {"deepspeed_config_file": "no/where.json"}}, "no/where.json"),
         (
             {"ds_config": {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 8}},

@@ -33,6 +33,7 @@ BELOW_1 = ("at least 0 and below 1", lambda value: 0 <= value < 1)
 SEED = ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
 FOLDER_NAME = ("a plain folder name", lambda x: x.strip(" .") and x.isprintable() and "/" not in x)
 PATH = ("a path", lambda path: path.strip() and "\0" not in path)
+DEEPSPEED_FILE = ("followed by a file, as in --deepspeed ds_config.json", PATH[1])
 TEXT = ("text", is_text)
 TRACKER_LIST = (
     f"a list of {', '.join(TRACKERS)}",
@@ -98,7 +99,7 @@ class TrainingArguments:
     deepspeed: str | None = setting(
         None,
         "DeepSpeed's configuration file, for a launch by deepspeed, torchrun or plain python",
-        PATH,
+        DEEPSPEED_FILE,
         aliases=("--deepspeed_config",),
         alone="",  # as in DeepSpeed's own programs: --deepspeed --deepspeed_config FILE
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import yaml
+from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
@@ -26,33 +27,40 @@ from training.arguments import TrainingArguments, as_arguments, build_parser, fl
 from training.dial import Dial, fitting_shapes
 from training.engine.device import cpu_emulates_bf16, require_usable_gpu
 from training.engine.launch import check_precision, deepspeed_plugin, set_launch_variables
+from training.engine.launcher_settings import with_launcher_settings
 from training.log import require_trackers
 from training.prepare import Prepared, prepare
 from training.request import Request
 from training.resume import find_starting_point
 
+# Exceptions of Accelerate for a file that it cannot use.
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
+UNREADABLE += (yaml.YAMLError,)
 
-def read_launch(config_file: str, args: TrainingArguments) -> bool:
-    """Read Accelerate's file, set the environment as `accelerate launch` would, and return whether
-    DeepSpeed is used. Raises UsageError if the file is invalid or contradicts other settings."""
+
+def read_launch(config_file: str) -> bool:
+    """Read Accelerate's file, set the variables that `accelerate launch` sets for DeepSpeed, and
+    return whether the file chooses DeepSpeed. Raises UsageError if the file is invalid or
+    contradicts other settings."""
     try:
         config = load_config_from_file(config_file)
-        section = getattr(config, "deepspeed_config", None) or {}
-        fields = list(section)
-        path = section.get("deepspeed_config_file", "none")
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
+        words = ["--config_file", config_file, "--num_processes", "1", "--num_machines", "1"]
+        options = launch.launch_command_parser().parse_args([*words, "program"])
+        options, _, has_precision = launch._validate_launch_command(options)
+        if options.use_deepspeed:
+            fields = [*config.deepspeed_config, *["mixed_precision"] * has_precision]
+            options.deepspeed_fields_from_accelerate_config = ",".join(map(str, fields))
+            options.main_process_port = 0
+            _, environ = launch.prepare_deepspeed_cmd_env(options)
+            found = {k: v for k, v in environ.items() if k.startswith("ACCELERATE_")}
+            os.environ.update(found | {"ACCELERATE_MIXED_PRECISION": "no"})
+    except UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"Accelerate rejects {config_file}: {reason}") from error
     if config.num_machines != 1 and os.environ.get("NUM_MACHINES", "1") == "1":
         remedy = "set NUM_MACHINES, MACHINE_RANK and MASTER_ADDR"
         raise UsageError(f"{config_file} is for {config.num_machines} machines: {remedy}")
-    if config.distributed_type == "DEEPSPEED":
-        if config.mixed_precision is not None:
-            fields.append("mixed_precision")
-        os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(map(str, fields))
-        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
-    set_launch_variables(args)
-    return config.distributed_type == "DEEPSPEED" or bool(args.deepspeed)
+    return options.use_deepspeed
 
 
 def check_launch(
@@ -63,12 +71,14 @@ def check_launch(
 ) -> tuple[Prepared, dict | None]:
     """Prepare a run in this process alone; return it and DeepSpeed's configuration, if any.
     Raises UsageError or ConfigError if the launch cannot work."""
-    args, model_settings = as_arguments(dict(flags), kind)
+    has_deepspeed = read_launch(config_file)
+    args, model_settings = as_arguments(with_launcher_settings(flags), kind)
     require_trackers(args.trackers)
     require_usable_gpu()
     check_precision(args, torch.cuda.is_available())
-    has_deepspeed = read_launch(config_file, args)
+    set_launch_variables(args)
     os.environ["WORLD_SIZE"] = str(processes)
+    has_deepspeed = has_deepspeed or bool(args.deepspeed)
     config = deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
     prepared = prepare(args, model_settings, None, processes)
     if prepared.source and not prepared.start.checkpoint:
@@ -108,22 +118,28 @@ def main(words: list[str]) -> list[str]:
     """Return the launcher's arguments. Raises UsageError or ConfigError if the launch cannot
     work."""
     request = Request(os.environ, words)
+    parser = build_parser(request.kind)
+    parser.parse_args(words)  # a typing mistake should not cost the time to prepare text
     begun = time.time()
     words = [*request.data_flags(), *words]
     preparing = time.time() - begun
     if request.get("ENGINE") == "fp16":
         words = ["--dtype", "float16", *words]
-    typed = vars(build_parser(request.kind).parse_args(words))
-    if not ("dtype" in typed or torch.cuda.is_available()) and cpu_emulates_bf16():
-        print("--dtype float32, because this CPU would emulate bf16")
-        words, typed["dtype"] = ["--dtype", "float32", *words], "float32"
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
     require_usable_gpu()
     processes = request.processes(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    read_launch(request.config)
+    typed = vars(parser.parse_args(words))
+    decided = with_launcher_settings(typed, request.launcher_words(processes))
+    words = [*as_words({k: v for k, v in decided.items() if k not in typed}), *words]
+    typed, saved = decided, saved_flags(decided, request.kind)
+    if "dtype" not in typed | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
+        print("--dtype float32, because this CPU would emulate bf16")
+        words, typed["dtype"] = ["--dtype", "float32", *words], "float32"
     check = partial(check_launch, request.config, processes, kind=request.kind)
-    added = saved_flags(typed, request.kind)
-    if added:
+    added = saved
+    if saved:
         print("resumed with the flags of the run and the typed flags; MINUTES has no effect")
     else:
         shape = {}

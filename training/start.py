@@ -19,7 +19,7 @@ from data.shards import CONVERSATIONS
 from model import ConfigError, Transformer
 from storage.checkpoint import write_base
 from storage.folder import lock, release_locks
-from training.arguments import TrainingArguments, parse_arguments
+from training.arguments import TrainingArguments, as_arguments, build_parser
 from training.build import random_state
 from training.engine.device import (
     attention_kernel,
@@ -30,6 +30,7 @@ from training.engine.device import (
 )
 from training.engine.estimate import DDP, Kind, Workload, estimate, fits, kind_of
 from training.engine.launch import Engine, build_engines
+from training.engine.launcher_settings import reading_notes, with_launcher_settings
 from training.engine.main_process import on_every_process, on_main_process
 from training.interruption import LIVES_ON, SIGNALS, StopRequest, exit_rank
 from training.log import require_trackers
@@ -56,7 +57,8 @@ def run_program(
     process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
     try:
         with one_line_errors(kind.program, UsageError, ConfigError), process:
-            args, model_settings = parse_arguments(argv, kind)
+            typed = vars(build_parser(kind).parse_args(argv))
+            args, model_settings = as_arguments(with_launcher_settings(typed), kind)
             with one_line_failures(args, model_settings):
                 subject = (make or set_up)(args, model_settings)
                 if subject is not None:
@@ -256,6 +258,7 @@ def start_block(run: Run) -> str:
         "memory": f"about {memory(expected.peak)} per process expected{offloaded}, plus "
         "up to 1 GiB for Python and PyTorch",
         "teacher": teacher,
+        "DeepSpeed": reading_notes(vars(args)) if engine.deepspeed else None,
     }
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items() if value is not None)
 

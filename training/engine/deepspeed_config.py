@@ -8,18 +8,29 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.errors import UsageError, reason
-from training.arguments import TrainingArguments
+
+if TYPE_CHECKING:
+    from training.arguments import TrainingArguments
 
 # Keys of "zero_optimization" for which "auto" means DeepSpeed's default.
 BY_DEFAULT = (
     "reduce_bucket_size allgather_bucket_size overlap_comm stage3_prefetch_bucket_size "
-    "stage3_gather_16bit_weights_on_model_save"
+    "stage3_gather_16bit_weights_on_model_save stage3_max_live_parameters "
+    "stage3_max_reuse_distance sub_group_size"
 )
 # The key of "zero_optimization" whose "auto" `Engine.fit_to` replaces.
 BY_WIDTH = "stage3_param_persistence_threshold"
 ADAM_EPS = 1e-8
+# Old names, which guides still print → today's names.
+OLD_NAMES = {
+    "bfloat16": "bf16",
+    "aio.thread_count": "aio.intra_op_parallelism",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero_optimization."
+    "stage3_gather_16bit_weights_on_model_save",
+}
 # The next two tables: prefix of a section → keys of this section, separated by spaces.
 # KNOWN has all accepted keys of the listed sections. DeepSpeed checks the other sections.
 KNOWN = {
@@ -41,32 +52,50 @@ KNOWN = {
 # Accelerate does not read, keys that lower the precision, keys with state that checkpoints miss.
 REFUSED = {
     "": "activation_checkpointing autotuning checkpoint compile data_efficiency "
-    "dataloader_drop_last hybrid_engine pipeline scheduler sequence_parallel_size "
-    "tensor_parallel torch_autocast weight_quantization bfloat16",
+    "dataloader_drop_last hybrid_engine pipeline sequence_parallel_size "
+    "tensor_parallel torch_autocast weight_quantization",
     "bf16.": "bf16_master_weights_and_grads bf16_optimizer_states",
     "fp16.": "fp16_master_weights_and_grads",
     "zero_optimization.": "legacy_stage1 zenflow zero_quantized_weights zero_quantized_gradients "
-    "zero_quantized_nontrainable_weights cpu_offload cpu_offload_param "
-    "stage3_gather_fp16_weights_on_model_save cpu_offload_use_pin_memory",
+    "zero_quantized_nontrainable_weights cpu_offload cpu_offload_param cpu_offload_use_pin_memory",
     "zero_optimization.offload_optimizer.": "super_offload",
 }
-# Keys that need stage 3, in addition to all keys of "zero_optimization" that begin with "stage3_".
+# Keys that need stage 3. At stage 1 and 2, "sub_group_size" and keys that begin with "stage3_" are
+# accepted, because guides use one dictionary for all stages; they have no effect.
 ONLY_STAGE_3 = (
-    "leaf_module memory_efficient_linear offload_param override_module_apply sub_group_size "
+    "leaf_module memory_efficient_linear offload_param override_module_apply "
     "zero_hpz_partition_size"
 )
 
 
 def read_config(path: str) -> dict:
-    """Return the contents of the DeepSpeed file `path`.
+    """Return the contents of the DeepSpeed file `path`, with today's names of keys.
     If `path` is "none", return the configuration from the flags of `accelerate launch`.
     Raises UsageError if the file cannot be read, or is not a DeepSpeed configuration."""
+    config = read_file(path)
+    rename_old_keys(config, path)
+    return config
+
+
+def read_file(path: str) -> dict:
+    """Return a file's contents as they are. DeepSpeed reads its files with hjson too, which allows
+    comments and trailing commas. See `read_config` for "none" and errors."""
     if path == "none":
         from accelerate.utils import DeepSpeedPlugin  # importing it takes seconds
 
         return DeepSpeedPlugin().deepspeed_config
+    import hjson  # DeepSpeed requires it
+
+    def without_duplicates(pairs: list[tuple]) -> dict:
+        if twice := [key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n])]:
+            raise UsageError(f'DeepSpeed file {path}: keep only one "{twice[0]}"')
+        return dict(pairs)
+
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        config = hjson.loads(text, object_pairs_hook=without_duplicates)
+    except UsageError:
+        raise
     except (OSError, ValueError) as error:
         raise UsageError(f"DeepSpeed file {path}: no readable JSON ({reason(error)})") from error
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
@@ -74,16 +103,31 @@ def read_config(path: str) -> dict:
     return config
 
 
-def file_of(args: TrainingArguments) -> str:
+def rename_old_keys(config: dict, source: str) -> list[str]:
+    """Replace OLD_NAMES; return a sentence for each. Raises UsageError if a key has both names."""
+    said = []
+    for old, new in OLD_NAMES.items():
+        (prefix, _, old_name), new_name = old.rpartition("."), new.rpartition(".")[2]
+        section = _section(config, prefix and f"{prefix}.")
+        if old_name in section:
+            value = section.pop(old_name)
+            if section.setdefault(new_name, value) != value:
+                raise UsageError(f'{source}: "{old_name}" is the old name of "{new_name}": drop it')
+            said.append(f'"{old_name}" is read as "{new_name}"')
+    return said
+
+
+def file_of(args: "TrainingArguments") -> str:
     """Return the path of the DeepSpeed file in use, or "none" if there is no file."""
     return args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
 
 
-def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
+def resolve(config: dict, args: "TrainingArguments", world_size: int, source: str) -> dict:
     """Return a copy of the configuration in which the flags replace "auto". BY_WIDTH keeps "auto".
-    `source` names the configuration in messages.
+    The copy has no "scheduler": the flags hold it. `source` names the configuration in messages.
     Raises UsageError with a list of all contradictions, keys without effect and other problems."""
     config = json.loads(json.dumps(config))  # a copy
+    config.pop("scheduler", None)  # see launcher_settings.py
     zero = config["zero_optimization"]
     problems = refuse_keys(config)
     problems += _fill_by_flags(config, args, world_size)
@@ -107,9 +151,10 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
 def refuse_keys(config: dict) -> list[str]:
     """Return a message for every problem of keys or stage; delete the keys of REFUSED."""
     problems = []
-    aio = config.get("aio") or {}
-    if "thread_count" in aio:  # an old name, which DeepSpeed's guides still use
-        aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
+    for name in sorted({prefix.partition(".")[0] for prefix in (*KNOWN, *REFUSED) if prefix}):
+        if not isinstance(config.get(name), dict | None):
+            problems.append(f'"{name}" must be a section in braces, not {json.dumps(config[name])}')
+            config[name] = {}
     for prefix, keys in REFUSED.items():
         section = _section(config, prefix)
         for key in keys.split():
@@ -142,7 +187,8 @@ def _check_stage(config: dict) -> Iterator[str]:
     zero = config["zero_optimization"]
     stage = zero.get("stage")
     if stage not in (1, 2, 3):
-        yield '"zero_optimization.stage" must be 1, 2 or 3'
+        no_file = "leave out the file, or set ENGINE=ddp" if stage == 0 else "not " + repr(stage)
+        yield f'"zero_optimization.stage" must be 1, 2 or 3: {no_file}'
     if None in nvme_folders(config):
         yield '"device": "nvme" needs "nvme_path", a folder'
     if _section(config, "zero_optimization.offload_optimizer.").get("ratio", 1) != 1:
@@ -151,15 +197,14 @@ def _check_stage(config: dict) -> Iterator[str]:
         if offload_device(config, "param") == "nvme" and zero.get("stage3_max_reuse_distance", 1):
             yield 'parameters on NVMe need "stage3_max_reuse_distance": 0'
         return
-    for key, value in zero.items():
-        needs_3 = key.startswith("stage3_") or key in ONLY_STAGE_3.split()
-        if needs_3 and not _is_off(value):
+    for key in ONLY_STAGE_3.split():
+        if not _is_off(zero.get(key)):
             yield f'remove "zero_optimization.{key}": it does nothing at stage {stage}, only at 3'
     if offload_device(config, "optimizer") == "nvme":
         yield f'"offload_optimizer" at stage {stage} takes no "nvme": write "cpu", or use stage 3'
 
 
-def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> list[str]:
+def _fill_by_flags(config: dict, args: "TrainingArguments", world_size: int) -> list[str]:
     """Fill "auto" and missing values from the flags; return a message for every problem.
     Accelerate would leave some values out, and clip gradients at 1.0 whatever the flags say."""
     problems = []

@@ -26,6 +26,12 @@ from training.engine.estimate import Kind, kind_of
 # Objects with a process group. They must never be deleted: deleting a group of gloo waits for the
 # group's thread. If that thread waits for the interpreter's lock, the process hangs.
 KEPT: list = []
+# Keys of a launcher's YAML that Accelerate refuses beside a DeepSpeed file.
+BESIDE_NO_FILE = {
+    *("mixed_precision", "gradient_accumulation_steps", "gradient_clipping", "zero_stage"),
+    *("offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device"),
+    *("offload_param_nvme_path", "zero3_save_16bit_model"),
+}
 FIRST_WAIT = 60  # seconds after which a line says that other processes are missing
 # DeepSpeed and Accelerate call deprecated functions of PyTorch. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -213,7 +219,6 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
     """Raise UsageError if a setting of the launcher would be ignored, or if GPUs are missing."""
-    _check_flag("MIXED_PRECISION", args.mixed_precision, f"--dtype {args.dtype}")
     _check_flag("GRADIENT_ACCUMULATION_STEPS", args.accumulation_steps, "--accumulation_steps")
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     if deepspeed and wants_cpu:
@@ -243,8 +248,14 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     Training flags replace "auto". Raises UsageError if settings are invalid or contradictory."""
     file = file_of(args)
     source = "accelerate launch" if file == "none" else file
+    beside = set(os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")) & BESIDE_NO_FILE
+    if file != "none" and beside:
+        remedy = "remove this from the launcher's YAML, and pass training flags such as --dtype"
+        raise UsageError(f"{', '.join(sorted(beside))} beside the DeepSpeed file {file}: {remedy}")
     try:
         config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
+        # Accelerate would compare these keys of the launcher's YAML with a file that it names.
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         kind = kind_of(config)
         clip = config["gradient_clipping"]
         _check_flag("GRADIENT_CLIPPING", clip, "--grad_clip")

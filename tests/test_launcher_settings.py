@@ -1,0 +1,171 @@
+"""Launcher and DeepSpeed file decide flags that are not typed; contradictions are refused."""
+
+import json
+import os
+
+import pytest
+import yaml
+
+from common.errors import UsageError
+from training.engine import launcher_settings
+from training.engine.launcher_settings import (
+    chosen_precision,
+    reading_notes,
+    with_launcher_settings,
+)
+
+
+@pytest.fixture(autouse=True)
+def environ(monkeypatch, tmp_path):
+    """An environment without a launcher, and without a default file of Accelerate."""
+    monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "none.yaml")
+    return os.environ
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a DeepSpeed file with these sections; returns its path."""
+
+    def write(**sections) -> str:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | sections))
+        return str(path)
+
+    return write
+
+
+def scheduler(kind: str, **params) -> dict:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+AUTO = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+
+
+@pytest.mark.parametrize(
+    ("section", "flags"),
+    [
+        (scheduler("WarmupLR", **AUTO), {"lr_schedule": "constant"}),
+        (
+            scheduler("WarmupLR", warmup_max_lr=3e-4, warmup_num_steps=7, warmup_type="log"),
+            {"lr_schedule": "constant", "warmup_steps": 7, "learning_rate": 3e-4},
+        ),
+        (
+            scheduler("WarmupDecayLR", warmup_num_steps="auto", total_num_steps=90),
+            {"lr_schedule": "linear", "min_lr_ratio": 0, "learning_rate": 1e-3, "max_steps": 90},
+        ),
+        (
+            scheduler("WarmupCosineLR", total_num_steps="auto", cos_min_ratio=0.2),
+            {"lr_schedule": "cosine", "min_lr_ratio": 0.2, "warmup_steps": 1000},
+        ),
+        ({"bf16": {"enabled": True}}, {"dtype": "bfloat16"}),
+        ({"bfloat16": {"enabled": True}}, {"dtype": "bfloat16"}),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, {"dtype": "float16"}),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, {}),
+    ],
+)
+def test_a_deepspeed_file_decides_flags_that_are_not_typed(environ, file, section, flags):
+    typed = {"deepspeed": file(**section), "batch_size": 2}
+    assert with_launcher_settings(typed) == typed | flags
+    assert with_launcher_settings(typed | flags) == typed | flags  # the same values may be typed
+    assert with_launcher_settings({}) == {}
+    environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": typed["deepspeed"]}
+    assert with_launcher_settings({}) == {}  # the launcher uses another engine
+    environ |= {"ACCELERATE_USE_DEEPSPEED": "true"}
+    assert with_launcher_settings({}) == flags
+
+
+@pytest.mark.parametrize(
+    ("section", "typed", "says"),
+    [
+        (scheduler("WarmupLR"), {"lr_schedule": "wsd"}, "type --lr_schedule constant"),
+        (scheduler("WarmupLR"), {"warmup_steps": 5}, "leave it out, or type --warmup_steps 1000"),
+        (scheduler("WarmupDecayLR", total_num_steps=9), {"epochs": 2}, "--epochs contradicts"),
+        (scheduler("OneCycle"), {}, "must be one of WarmupLR, WarmupDecayLR, WarmupCosineLR"),
+        (scheduler("WarmupLR", warmup_min_lr=1e-6), {}, '"scheduler.params.warmup_min_lr"'),
+        (scheduler("WarmupLR", warmup_steps=5), {}, '"scheduler.params.warmup_steps"'),
+        ({"fp16": {"enabled": True}}, {"dtype": "bfloat16"}, "type --dtype float16"),
+    ],
+)
+def test_a_file_that_contradicts_or_cannot_be_followed_is_refused(file, section, typed, says):
+    with pytest.raises(UsageError, match=r"ds\.json") as refused:
+        with_launcher_settings({"deepspeed": file(**section)} | typed)
+    assert says in str(refused.value)
+
+
+def test_the_start_of_a_run_says_how_a_file_is_read(file):
+    zero = {"stage": 2, "stage3_max_live_parameters": 1e7, "sub_group_size": 1e9}
+    sections = scheduler("WarmupLR", warmup_num_steps=20) | {"bfloat16": {"enabled": "auto"}}
+    path = file(zero_optimization=zero, **sections)
+    assert reading_notes({"deepspeed": path}) == (
+        f'{path}: "bfloat16" is read as "bf16"; WarmupLR is --lr_schedule constant '
+        "--warmup_steps 20, and its warm-up is linear here; at stage 2 these have no effect: "
+        "stage3_max_live_parameters, sub_group_size"
+    )
+    assert reading_notes({"deepspeed": file()}) is None
+    assert reading_notes({}) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "configured", "launched", "chosen"),
+    [
+        ([], None, "fp16", "fp16"),  # a variable, without a launcher
+        ([], None, "no", None),
+        (["--multi_gpu"], None, "no", None),  # Accelerate's default
+        (["--mixed_precision", "no"], None, "no", "no"),
+        (["--mixed_precision=no"], "bf16", "no", "no"),
+        ([], "no", "no", "no"),
+        ([], "fp16", "fp16", "fp16"),
+    ],
+)
+def test_the_launchers_precision_counts_if_somebody_has_chosen_it(
+    environ, tmp_path, words, configured, launched, chosen
+):
+    environ |= {"ACCELERATE_MIXED_PRECISION": launched}
+    if configured:
+        path = tmp_path / "launch.yaml"
+        content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
+        path.write_text(yaml.safe_dump(content | {"mixed_precision": configured}))
+        words = ["--config_file", str(path), *words]
+    assert chosen_precision(words) == chosen
+
+
+def test_accelerates_default_file_decides_the_precision(environ, tmp_path, monkeypatch):
+    path = tmp_path / "default.yaml"
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: fp16\n"
+    )
+    name = "accelerate.commands.config.config_args.default_config_file"
+    monkeypatch.setattr(name, str(path))
+    assert chosen_precision(["--cpu"]) == "fp16"
+
+
+def test_a_typed_precision_must_be_the_launchers(environ):
+    environ |= {"ACCELERATE_MIXED_PRECISION": "fp16"}
+    assert with_launcher_settings({}) == {"dtype": "float16"}
+    with pytest.raises(UsageError, match=r"or type --dtype float16$"):
+        with_launcher_settings({"dtype": "float32"})
+    environ |= {"ACCELERATE_MIXED_PRECISION": "fp8"}
+    with pytest.raises(UsageError, match="mixed_precision fp8 of the launcher: take bf16"):
+        with_launcher_settings({})
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("/usr/bin/python /venv/bin/accelerate launch --cpu train.py", ["--cpu", "train.py"]),
+        ("python -m accelerate.commands.launch train.py", ["train.py"]),
+        ("/venv/bin/accelerate-launch train.py", ["train.py"]),
+        ("bash launch train.sh", []),
+    ],
+)
+def test_the_words_of_the_launcher_are_those_of_the_parent_process(monkeypatch, command, words):
+    class Process:
+        def parent(self):
+            return self
+
+        def cmdline(self):
+            return command.split()
+
+    monkeypatch.setattr(launcher_settings.psutil, "Process", Process)
+    assert launcher_settings._words_of_parent() == words
