@@ -42,7 +42,7 @@ printf -v RESUME_WITH '%q ' bash "$0" "$@"
 for name in PYTHON MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE MINUTES PREPARE_FLAGS MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
   [ -z "${!name+set}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
 done
-export RESUME_WITH=${RESUME_WITH% } STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$
+export RESUME_WITH=${RESUME_WITH% } STOP_NOTE=${TMPDIR:-/tmp}/stopped-$$-$RANDOM
 eval "set -- $launch"
 "$(command -v setsid || echo env)" "$python" -m training.launcher "$@" &
 launcher=$!

@@ -1,3 +1,4 @@
+import re
 import sys
 
 import pytest
@@ -72,6 +73,12 @@ def test_a_failing_compiler_is_reported_in_one_line(tmp_path):
     assert called.exists(), ended.out
     assert ended.code == 0, ended.out
     assert ended.out.splitlines()[-1].startswith("torch.compile fails here: ")
+
+
+def test_a_cache_that_cannot_be_written_is_reported_in_one_line(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/cache")
+    reason = compilation.obstacle(torch.device("cpu"))
+    assert re.fullmatch(r"torch\.compile fails here: \[Errno .* '/proc/cache'", reason)
 
 
 def test_ddp_does_not_split_the_graphs_of_compiled_blocks(monkeypatch):

@@ -112,7 +112,9 @@ def test_a_stopped_run_leaves_a_note_if_saved_and_exits_with_code_1_if_not(monke
     assert not (tmp_path / "note").exists()
     end_stopped([engine], saved=True)
     assert (tmp_path / "note").exists()
-    assert engine.accelerator.end_training.call_count == 2
+    monkeypatch.setenv("STOP_NOTE", str(tmp_path / "no folder" / "note"))
+    end_stopped([engine], saved=True)
+    assert engine.accelerator.end_training.call_count == 3
 
 
 @pytest.mark.parametrize("earlier", ["", r" --resume=my\ runs/a", " --resume 'my runs/a'"])

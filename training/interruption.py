@@ -63,7 +63,8 @@ def end_stopped(engines: list[Engine], saved: bool) -> None:
     """Shut down the engines of stopped runs; end with exit code 1 if the runs are not saved."""
     note = os.environ.get(STOP_NOTE)
     if note and saved and engines[0].accelerator.is_local_main_process:
-        Path(note).touch()  # on every machine, for its launcher
+        with suppress(OSError):  # without the note, the exit code is that of the signal
+            Path(note).touch()  # on every machine, for its launcher
     for engine in engines:
         engine.accelerator.end_training()
     if not saved:

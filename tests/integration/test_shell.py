@@ -164,3 +164,25 @@ def test_sft_starts_from_the_pretrained_run_and_a_signal_makes_it_print_how_to_g
     given, behind = shlex.split(command)[: len(environ)], shlex.split(command)[len(environ) :]
     assert sorted(given) == sorted(f"{name}={value}" for name, value in environ.items())
     assert behind == [*typed, "--resume", "out/runs/tuned"]
+
+
+def test_a_stop_needs_no_folder_out(tmp_path, packed):
+    """Data and run are elsewhere. The link stands for a disk that this machine does not see."""
+    clone = copy_repository(tmp_path / "clone")
+    (clone / "out").symlink_to("/no/such/folder")
+    flags = (
+        f"{TINY} --data {packed} --out_dir {tmp_path} --run_name far --log_interval 1 --compile off"
+    )
+    typed = ["bash", "run_accelerate.sh", *flags.split(), "--max_steps", "100000"]
+    log, place = tmp_path / "log", settings(tmp_path, NUM_PROCESSES="2", TMPDIR=str(tmp_path))
+    del place["DATA"]
+    with open(log, "w") as file:
+        environ = clean_environment() | place
+        process = subprocess.Popen(typed, cwd=clone, env=environ, stdout=file, stderr=file)
+    wait_for(lambda: "step 3/" in log.read_text(encoding="utf-8"), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SAFETY_NET_SECONDS) == 0
+    said = log.read_text(encoding="utf-8")
+    assert "Traceback" not in said
+    assert said.endswith(f" --resume {tmp_path / 'far'}\n")
+    assert not list(tmp_path.glob("stopped-*"))

@@ -64,8 +64,9 @@ def compile_blocks(model: Transformer) -> None:
 
 def obstacle(device: torch.device) -> str | None:
     """Compile a one-line function; return why compiling fails on this machine, or None."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
+    cache = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
     try:
+        Path(cache).mkdir(parents=True, exist_ok=True)  # else PyTorch fails while it is imported
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as error:  # a compiler that is missing or broken can raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
