@@ -24,6 +24,9 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(formatter_class=HelpFormatter, **settings)
 
     def error(self, message: str):
+        if "arguments: --local_rank" in message or "arguments: --local-rank" in message:
+            launch = "accelerate launch --use_deepspeed --deepspeed_config_file FILE"
+            raise UsageError(f"for this program, use {launch} instead of deepspeed's launcher")
         raise UsageError(f"{message} (see --help)")
 
 

@@ -4,6 +4,7 @@ r"""Estimate memory, network traffic and hours of training with each engine.
         --accumulation_steps 32 --num_processes 4 --gpu_memory 48 --device "RTX 6000 Ada"
 """
 
+import math
 import os
 from argparse import Namespace
 from dataclasses import replace
@@ -11,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from common.errors import UsageError, one_line_errors
-from common.numbers import columns, memory
+from common.numbers import columns, counted, memory
 from formats.portable import without_memory
 from model import ConfigError, LMConfig
 from scripts.model_flags import at_least_1
@@ -32,7 +33,7 @@ TOKENS_PER_PARAMETER = 20  # compute-optimal: https://arxiv.org/abs/2203.15556
 # The training flags that change the estimate. The flags of the model change it too.
 TRAINING_FLAGS = "accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"
 TRAINING_FLAGS += "coalesce_reduction", "max_steps", "optimizer", "tf32"
-PLAN_FLAGS = "num_processes", "vocab_size", "gpu_memory", "device", "mfu", "tokens"
+PLAN_FLAGS = "num_processes", "vocab_size", "gpu_memory", "ram", "device", "mfu", "tokens"
 
 
 @one_line_errors("plan", UsageError, ConfigError)
@@ -44,6 +45,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--num_processes", type=at_least_1, default=1, help="processes, one per GPU")
     add("--vocab_size", type=int, default=6400, help="vocabulary size of the tokenizer")
     add("--gpu_memory", type=float, help="memory of a GPU in GiB (default: this machine's)")
+    add(
+        "--ram",
+        type=float,
+        help="RAM of all processes in GiB (default with this machine's GPUs: its)",
+    )
     add("--device", help="name of the GPU, such as 'H100' (default: this machine's GPU)")
     add("--mfu", type=float, default=0.4, help="model FLOPs utilization, to estimate hours")
     add("--tokens", type=float, help="training tokens (default: max_steps, or 20 per parameter)")
@@ -55,8 +61,8 @@ def describe(options: dict) -> str:
     plan = Namespace(**{name: options.pop(name) for name in PLAN_FLAGS})
     args, model_settings = as_arguments(options)
     processes = plan.num_processes
-    if not all(x is None or x > 0 for x in (plan.gpu_memory, plan.mfu, plan.tokens)):
-        raise UsageError("--gpu_memory, --mfu and --tokens must be above 0")
+    if not all(x is None or x > 0 for x in (plan.gpu_memory, plan.ram, plan.mfu, plan.tokens)):
+        raise UsageError("--gpu_memory, --ram, --mfu and --tokens must be above 0")
     has_gpu = torch.cuda.is_available()
     if plan.device and not plan.gpu_memory and not has_gpu:
         raise UsageError(f"--device {plan.device}: also pass --gpu_memory, in GiB")
@@ -65,6 +71,10 @@ def describe(options: dict) -> str:
     precision = "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32")
     peak = peak_flops(name, precision)
     limit = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes)
+    ram = math.inf  # bytes for each process; unknown for another machine
+    if plan.ram or not plan.gpu_memory:
+        free = available_memory(torch.device("cpu"), processes)
+        ram = plan.ram * GIB / processes if plan.ram else free
     shapes = without_memory(LMConfig(**model_settings, vocab_size=plan.vocab_size))
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
     step = args.global_batch(processes) * seq_len  # tokens
@@ -89,9 +99,13 @@ def describe(options: dict) -> str:
             "hours": hours,
         }
         rows.append(row)
-        if not advice and fits(kind, work, limit):  # the first engine that fits is preferred
+        if not advice and fits(kind, work, limit, ram):  # the first engine that fits is preferred
             command = f"ENGINE={kind.config} bash run_accelerate.sh"
             advice = f"Take {kind.name}, the first that fits, with your model's flags:\n{command}"
+            if expected.ram:
+                needs = memory(processes * expected.ram)
+                advice += f"\nIts {counted(processes, 'processes')} need {needs} of RAM together"
+                advice += "." if ram < math.inf else " (with --ram, the plan compares it)."
     advice = advice or "No engine fits: take a smaller --batch_size or more memory."
     if not peak:
         advice += f"\nHours are unknown for {name} in {precision}: pass a --device such as H100"

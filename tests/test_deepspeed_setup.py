@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.utils import cpp_extension
 
 from common.errors import UsageError
@@ -47,6 +48,15 @@ def test_compiling_an_operation_is_announced_and_a_failure_is_one_line(
     assert line.startswith(f"DeepSpeed compiles cpu_adam in {folder}")
     assert line.endswith(f"delete {folder}/lock")
     Path(folder, "cpu_adam.so").touch()
+    recipe = Path(folder, "build.ninja")
+    recipe.write_text("cflags = -isystem /another/environment/torch/include -O3")
+    load_operation("CPUAdamBuilder")
+    assert capsys.readouterr().out.startswith("DeepSpeed compiles cpu_adam")
+    recipe.write_text(f"cflags = -isystem {Path(torch.__file__).parent}/include -O3")
+    load_operation("CPUAdamBuilder")
+    assert capsys.readouterr().out == ""
+    recipe.unlink()
+    monkeypatch.setattr("deepspeed.git_version_info.installed_ops", {"cpu_adam": True})
     load_operation("CPUAdamBuilder")
     assert capsys.readouterr().out == ""
     builder.load = fail

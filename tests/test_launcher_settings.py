@@ -93,6 +93,13 @@ def test_a_file_that_contradicts_or_cannot_be_followed_is_refused(file, section,
     assert says in str(refused.value)
 
 
+def test_without_bf16_the_default_precision_is_fp32(file):
+    typed = {"deepspeed": file(bfloat16={"enabled": False}, fp16={"enabled": "auto"})}
+    assert with_launcher_settings(typed) == typed | {"dtype": "float32"}
+    assert with_launcher_settings(typed | {"dtype": "float16"})["dtype"] == "float16"
+    assert '"bf16" is off, so the default of --dtype is float32' in reading_notes(typed)
+
+
 def test_the_start_of_a_run_says_how_a_file_is_read(file):
     zero = {"stage": 2, "stage3_max_live_parameters": 1e7, "sub_group_size": 1e9}
     sections = scheduler("WarmupLR", warmup_num_steps=20) | {"bfloat16": {"enabled": "auto"}}

@@ -44,12 +44,25 @@ def test_a_smaller_gpu_gets_another_engine_or_none(capsys):
     assert "No engine fits" in last(1)
 
 
+def test_the_ram_of_an_engine_that_offloads_is_named_and_must_be_there(capsys):
+    flags = "--dim 4096 --n_layers 32 --max_seq_len 1024 --batch_size 1 --num_processes 2"
+    flags += " --gpu_memory 48 --device H100"
+    *_, advice, command, ram = page(capsys, flags)  # the RAM of another machine is unknown
+    assert "Take ZeRO-2, optimizer on the CPU" in advice
+    assert command == "ENGINE=zero2_offload bash run_accelerate.sh"
+    assert float(ram.removeprefix("Its 2 processes need ").split()[0]) > 60
+    assert "Take ZeRO-2, optimizer on the CPU" in page(capsys, f"{flags} --ram 128")[-3]
+    assert "Take ZeRO-3, all on NVMe" in page(capsys, f"{flags} --ram 16")[-3]
+    assert "No engine fits" in page(capsys, f"{flags} --ram 0.1")[-1]
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         ("--device H100", "--gpu_memory"),
         ("--dim 63", "dim 63 is not divisible"),
         ("--gpu_memory 8 --mfu 0", "must be above 0"),
+        ("--gpu_memory 8 --ram 0", "--ram, --mfu and --tokens must be above 0"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(capsys, flags, named):

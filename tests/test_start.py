@@ -82,6 +82,16 @@ def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device,
     assert (enough < enough_for(run_of(device=device))) == saves
 
 
+def test_too_little_ram_for_offloaded_tensors_is_warned_of(run_of, monkeypatch):
+    run = run_of(device="cuda", offload=True)
+    needed = estimate(run.engine.kind, run.work).ram
+    for spare, warned in ((0, False), (-1, True)):
+        memory = {"cuda": 2**60, "cpu": needed + spare}
+        monkeypatch.setattr(start, "available_memory", lambda device, n, m=memory: m[device.type])
+        lines = start.warnings(run)
+        assert ["each process offloads" in line for line in lines] == [True] * warned
+
+
 def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
     enough = enough_for(run_of())
     monkeypatch.setattr(Engine, "largest", lambda self, mine, *how: max(mine, -(enough - 2)))

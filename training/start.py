@@ -229,7 +229,9 @@ def start_block(run: Run) -> str:
             f"{run.teacher.held / 1e6:,.1f} MB of weights per process"
         )
     expected = estimate(engine.kind, run.work)
-    places = {"in RAM": expected.ram, "on NVMe": expected.nvme}
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", engine.processes))  # processes on this machine
+    in_ram = f"in RAM ({memory(local * expected.ram)} on this machine)"
+    places = {in_ram: expected.ram, "on NVMe": expected.nvme}
     offloaded = "".join(f", {memory(n)} {place}" for place, n in places.items() if n)
     fields = {
         "run folder": run.folder.path,
@@ -288,7 +290,9 @@ def _parameters(shapes: Transformer) -> str:
 def warnings(run: Run) -> list[str]:
     """Return the warnings to print before the first step. Every process must call it."""
     args, prepared, engine, device = run.args, run.prepared, run.engine, run.accelerator.device
-    free = -engine.largest(-available_memory(device, engine.processes))  # the smallest of all
+    # The smallest of all processes:
+    free = -engine.largest(-available_memory(device, engine.processes))
+    ram = -engine.largest(-available_memory(torch.device("cpu"), engine.processes))
     texts = []
     if device.type == "cpu" and args.dtype == "bfloat16" and cpu_emulates_bf16():
         texts.append("WARNING: this CPU emulates bf16: --dtype float32 is many times faster")
@@ -306,6 +310,9 @@ def warnings(run: Run) -> list[str]:
         needs = f"{memory(estimate(engine.kind, run.work).peak)} plus a margin"
         advice = less_memory(args, prepared.config.use_flash_attn)
         texts.append(f"WARNING: a process may need {needs}, but has only {memory(free)}: {advice}")
+    if (offloaded := estimate(engine.kind, run.work).ram) > ram:
+        text = f"WARNING: each process offloads {memory(offloaded)} to RAM, but only {memory(ram)} "
+        texts.append(f"{text}are free for it: the system may kill it; take more GPUs or NVMe")
     if engine.total(int(not run.folder.path.exists())):
         texts.append(
             f"WARNING: not every machine sees {run.folder.path}, where machine 0 writes: "

@@ -7,6 +7,7 @@ also the weights (Rajbhandari et al., https://arxiv.org/abs/1910.02054). On a CP
 within 15% of measurements (tests/test_estimate.py). No GPU was measured: `fits` adds a margin.
 """
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cache
@@ -258,11 +259,12 @@ def _sent(kind: Kind, work: Workload) -> float:
     return ring * h * micro_batches * (scattered + gathered)
 
 
-def fits(kind: Kind, work: Workload, memory: int) -> bool:
-    """Return whether a process needs at most `memory` bytes, including a margin on a GPU."""
+def fits(kind: Kind, work: Workload, memory: int, ram: float = math.inf) -> bool:
+    """Return whether a process needs at most `memory` bytes, including a margin on a GPU, and
+    offloads at most `ram` bytes to RAM."""
     expected = estimate(kind, work)
     working = expected.working * (1 if work.on_cpu else MARGIN)
-    return expected.held + working + OVERHEAD <= memory
+    return expected.held + working + OVERHEAD <= memory and expected.ram <= ram
 
 
 def can_coalesce(kind: Kind, work: Workload, memory: int) -> bool:

@@ -31,6 +31,7 @@ def with_launcher_settings(
 ) -> dict[str, Any]:
     """Return the typed flags, and those that the launcher and its DeepSpeed file decide.
     `launcher_words` are the flags of `accelerate launch`; None: those of the parent process.
+    If the file switches bf16 off, the default of --dtype is float32.
     Raises UsageError if a typed flag contradicts them, or if a schedule cannot be followed."""
     decided: dict[str, tuple[Any, str]] = {}  # flag → value, and who has decided
     if (file := _file(typed)) != "none":
@@ -45,7 +46,10 @@ def with_launcher_settings(
             raise UsageError(f"{what}: leave it out, or type --{name} {value}")
     if "max_steps" in decided and "epochs" in typed:
         raise UsageError(f"--epochs contradicts {decided['max_steps'][1]}: leave it out")
-    return {name: value for name, (value, _) in decided.items()} | typed
+    settings = {name: value for name, (value, _) in decided.items()} | typed
+    if file != "none" and (config.get("bf16") or {}).get("enabled") is False:
+        settings.setdefault("dtype", "float32")
+    return settings
 
 
 def reading_notes(typed: dict[str, Any]) -> str | None:
@@ -58,6 +62,8 @@ def reading_notes(typed: dict[str, Any]) -> str | None:
     if flags := schedule_flags(config, file):
         said = " ".join(f"--{name} {value}" for name, value in flags.items())
         notes.append(f"{config['scheduler']['type']} is {said}, and its warm-up is linear here")
+    if (config.get("bf16") or {}).get("enabled") is False:
+        notes.append('"bf16" is off, so the default of --dtype is float32')
     zero = config["zero_optimization"]
     idle = [key for key in zero if key.startswith("stage3_") or key == "sub_group_size"]
     if idle and zero.get("stage") in (1, 2):
