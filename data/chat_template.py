@@ -16,6 +16,7 @@ Role, line end and content are encoded as one text. A "<s>" inside a content is 
 from collections.abc import Iterable
 from itertools import takewhile
 
+from common.errors import UsageError
 from data.conversations import ASSISTANT, Turn
 from data.tokenizer import Tokenizer
 
@@ -43,13 +44,17 @@ JINJA = _JINJA.format(
 
 
 def encode_conversation(
-    tokenizer: Tokenizer, turns: Iterable[Turn]
+    tokenizer: Tokenizer, turns: Iterable[Turn], where: str = ""
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids, and for each whether it is in the loss (answers that count, their </s>)."""
+    """Return the ids, and for each whether it is in the loss (answers that count, their </s>).
+    With `where`, raise UsageError, which begins with `where`, if the tokenizer changes a turn."""
     turns = list(turns)
     texts = [f"{turn.role}\n{turn.content}" for turn in turns]
     prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])
     ids, counts = [], []
+    for said, text in zip(texts, encoded, strict=True):
+        if where and (change := tokenizer.change(said, text)):
+            raise UsageError(f"{where}: {change}")
     for turn, text in zip(turns, encoded, strict=True):
         # A piece that holds the line end after the role and the start of the answer counts.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))

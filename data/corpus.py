@@ -4,7 +4,7 @@
   (MiniMind's format) or under the key that --text_column names.
 - `.csv`, `.parquet`: each row is a document, in the column "text" or --text_column.
 - `.txt`: the file is one document. A long file is cut at line ends into several documents.
-- a folder: all files of these kinds below it, in sorted order.
+- a folder: all files of these kinds below it, in sorted order. Hidden files are left out.
 - "builtin": the source of Python's standard library, about 12 MB without its tests.
 
 Memory holds one line, section or batch of rows at a time. `.zst` and `.parquet` need pyarrow.
@@ -51,14 +51,19 @@ class Record(NamedTuple):
     def place(self) -> str:
         """File and position, for messages."""
         units = {".txt": "byte", ".py": "byte", ".parquet": "row"}
-        unit = units.get(Path(self.path).suffix, "line")
-        return f"{self.path}, {unit} {self.position}"
+        return f"{self.path}, {units.get(suffix_of(self.path), 'line')} {self.position}"
+
+
+def suffix_of(path: str) -> str:
+    """Return the suffix that decides how a file is read, in lower case, such as ".jsonl.gz"."""
+    known = (*SUFFIXES, ".py")
+    return next((suffix for suffix in known if path.lower().endswith(suffix)), "")
 
 
 def text_size(files: Iterable[str]) -> int:
     """Estimate the bytes of text in files. A .gz, .zst or .parquet counts four times its size."""
-    factors = {".gz": 4, ".zst": 4, ".parquet": 4}
-    return sum(os.path.getsize(path) * factors.get(Path(path).suffix, 1) for path in files)
+    factors = {".jsonl.gz": 4, ".jsonl.zst": 4, ".parquet": 4}
+    return sum(os.path.getsize(path) * factors.get(suffix_of(path), 1) for path in files)
 
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
@@ -73,12 +78,20 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     path = Path(source)
     if not path.exists():
         raise UsageError(f"{source}: no such file or folder")
-    paths = sorted(map(str, path.rglob("*"))) if path.is_dir() else [str(path)]
-    files = [each for each in paths if each.endswith(suffixes) and os.path.isfile(each)]
+    paths = [str(path)] if path.is_file() else files_below(path, hidden=False)
+    files = [each for each in paths if suffix_of(each) in suffixes]
     if not files:
         kinds = ", ".join(suffixes)
         raise UsageError(f"{source}: found no file that ends in one of {kinds}")
     return files
+
+
+def files_below(folder: Path, *, hidden: bool) -> list[str]:
+    """Return the files in a folder and its subfolders, sorted. Without `hidden`, leave out names
+    that begin with a dot: caches and second copies, such as .ipynb_checkpoints."""
+    names = (path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file())
+    kept = (name for name in names if hidden or not any(p.startswith(".") for p in name.parts))
+    return sorted(str(folder / name) for name in kept)
 
 
 def read_records(
@@ -87,17 +100,18 @@ def read_records(
     """Yield every document of every file. A document of a .txt or .py has at most section_bytes.
     Raises UsageError if a file cannot be read or has no column `text_column`."""
     for path in files:
+        suffix = suffix_of(path)
         try:
-            if path.endswith(".csv"):
+            if suffix == ".csv":
                 yield from _csv_records(path, text_column)
-            elif path.endswith(".parquet"):
+            elif suffix == ".parquet":
                 for number, row in enumerate(parquet_rows(path, (text_column,)), 1):
                     text = row[text_column]
                     raw = text.encode() if isinstance(text, str) else text
                     fault = "" if isinstance(raw, bytes) else "has no text"
                     yield Record(path, number, b"" if fault else raw, fault)
-            elif path.endswith(JSONL):
-                opener = {".gz": gzip.open, ".zst": _open_zst}.get(Path(path).suffix, open)
+            elif suffix in JSONL:
+                opener = {".jsonl.gz": gzip.open, ".jsonl.zst": _open_zst}.get(suffix, open)
                 with opener(path, "rb") as file:
                     for number, line in enumerate(file, 1):
                         if line.strip():
@@ -144,7 +158,9 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
                 continue
             if row is None:
                 return
-            fault = "too few fields" if row[column] is None else ""
+            fault = "too few fields" if None in row.values() else ""
+            if None in row:  # the key of the fields that have no column
+                fault = "more fields than columns: put quotes around a text with commas"
             raw = (row[column] or "").encode(errors="surrogateescape")
             yield Record(path, rows.line_num, raw, fault)
 
@@ -166,12 +182,15 @@ def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _known_columns(path: str, keys: tuple[str, ...], names: list[str]) -> list[str]:
-    """Return the keys that are column names. Raises UsageError if no key is a column name."""
+    """Return the keys that are column names. Raises UsageError if no key is a column name, or if
+    two columns have the same name."""
+    if twice := [key for key in keys if names.count(key) > 1]:
+        raise UsageError(f"{path}: several columns have the name {twice[0]!r}: rename the others")
     if columns := [key for key in keys if key in names]:
         return columns
     known = ", ".join(map(repr, names))
     wanted = " or ".join(map(repr, keys)) + (" (--text_column)" if len(keys) == 1 else "")
-    raise UsageError(f"{path}: no column {wanted}; it has {known}")
+    raise UsageError(f"{path}: no column {wanted}; it has {known:.200}")
 
 
 def _pyarrow(path: str) -> ModuleType:
@@ -186,9 +205,11 @@ def parse(record: Record) -> str:
     """Return the text of a record. Raises UsageError, with the place, for an invalid record."""
     if record.fault:
         raise UsageError(f"{record.place}: {record.fault}")
-    if not record.path.endswith(JSONL):
+    if suffix_of(record.path) not in JSONL:
         return decode(record)
-    text = load_json(record).get(record.text_column)
+    value = load_json(record)
+    _known_columns(record.place, (record.text_column,), list(value))
+    text = value[record.text_column]
     if not is_text(text):
         found = f'"{record.text_column}" must be a valid string, not {text!r:.40}'
         raise UsageError(f"{record.place}: {found}")
@@ -203,7 +224,7 @@ def decode(record: Record) -> str:
         where = f"{record.place}: not valid UTF-8 (after {error.start} valid bytes)"
         hint = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
         raise UsageError(f"{where}: {hint}") from error
-    at_start = record.position == (1 if record.path.endswith(JSONL) else 0)
+    at_start = record.position == (1 if suffix_of(record.path) in JSONL else 0)
     return text.removeprefix("\ufeff") if at_start else text
 
 

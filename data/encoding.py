@@ -66,33 +66,36 @@ def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) 
     """Encode records of `kind`, text or conversations, with the tokenizer at `path`.
     Each text is split into pieces in `segmentations` ways; all except the first are random."""
     tokenizer = _loaded(path)
-    values, bad = [], []
-    for record in batch:
+    texts, documents, bad = {}, [], []  # `texts`: index of a record in the batch → its text
+    for i, record in enumerate(batch):
         try:
             if kind == TEXT:
-                values.append(parse(record))
+                texts[i] = parse(record)
             else:
-                values.append(parse_conversation(load_json(record), record.place))
+                turns = parse_conversation(load_json(record), record.place)
+                documents.append(_conversation(tokenizer, turns, record.place))
         except UsageError as error:
             bad.append(str(error))
-    if kind == TEXT:
-        documents = list(_texts(tokenizer, [text for text in values if text], segmentations))
-    else:
-        documents = [_conversation(tokenizer, turns) for turns in values]
+    texts = {i: text for i, text in texts.items() if text}
+    encoded = tokenizer.encode_batch(list(texts.values())) if texts else []
+    for (i, text), ids in zip(texts.items(), encoded, strict=True):
+        if change := tokenizer.change(text, ids):
+            bad.append(f"{batch[i].place}: {change}")
+        else:
+            documents.append(_text(tokenizer, text, ids, segmentations))
     return Encoded(documents, bad, sum(len(record.raw) for record in batch))
 
 
-def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterator[Document]:
+def _text(tokenizer: Tokenizer, text: str, ids: list[int], segmentations: int) -> Document:
     dtype = token_dtype(tokenizer.vocab_size)
     # If BOS and EOS are the same piece, the BOS of the next document ends this document.
     end = [tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else []
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        raw = text.encode()
-        number = hash_of(raw)
-        random = np.random.default_rng(number)  # a text is always split in the same ways
-        others = (split_at_random(ids, tokenizer, random) for _ in range(segmentations - 1))
-        tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
-        yield Document(tokens, len(raw), number)
+    raw = text.encode()
+    number = hash_of(raw)
+    random = np.random.default_rng(number)  # a text is always split in the same ways
+    others = (split_at_random(ids, tokenizer, random) for _ in range(segmentations - 1))
+    tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
+    return Document(tokens, len(raw), number)
 
 
 @lru_cache(maxsize=1)
@@ -121,8 +124,8 @@ def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generat
     return ids
 
 
-def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
-    ids, counts = encode_conversation(tokenizer, turns)
+def _conversation(tokenizer: Tokenizer, turns: list[Turn], where: str) -> Document:
+    ids, counts = encode_conversation(tokenizer, turns, where)
     # Start and end of each answer. `append=False` ends an answer that includes the last id.
     answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
     tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))

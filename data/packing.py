@@ -18,8 +18,8 @@ from typing import NamedTuple
 from common.atomic import whole_folder
 from common.errors import UsageError
 from data.conversations import conversation_records
-from data.corpus import TEXT_COLUMN, Record, parse, read_records, text_size
-from data.encoding import Encoded, encode_batch, encoders
+from data.corpus import TEXT_COLUMN, Record, parse, read_records, suffix_of, text_size
+from data.encoding import Document, Encoded, encode_batch, encoders
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
 from data.tokenizer import TOKENIZER_FILE, copy_tokenizer, open_tokenizer, tokenizer_hash
 from data.tokenizer_training import train_tokenizer
@@ -40,16 +40,17 @@ class TextDefaults(NamedTuple):
     val_fraction: float
     section_bytes: int  # longer files of .txt or .py are cut into documents of at most this size
     segmentations: int  # see `data.encoding`
+    bytes_per_token: tuple[float, float]  # from and to, usual for English and Chinese
 
 
 # A small text has a small vocabulary, because a model memorises a small text before it learns a
 # large vocabulary. It has short sections, so that its validation split has several of them.
 BY_SIZE = (
-    TextDefaults(500e3, 512, 0.1, 1 << 10, 7),
-    TextDefaults(4e6, 4096, 0.03, 2 << 10, 20),
-    TextDefaults(10e6, 4096, 0.03, 2 << 10, 1),
-    TextDefaults(50e6, 4096, 0.03, 4 << 10, 1),  # the built-in text
-    TextDefaults(math.inf, 6400, 0.02, 16 << 10, 1),
+    TextDefaults(500e3, 512, 0.1, 1 << 10, 7, (1.5, 1.7)),
+    TextDefaults(4e6, 4096, 0.03, 2 << 10, 20, (2.4, 3.6)),
+    TextDefaults(10e6, 4096, 0.03, 2 << 10, 1, (2.6, 4)),
+    TextDefaults(50e6, 4096, 0.03, 4 << 10, 1, (2.6, 4)),  # the built-in text
+    TextDefaults(math.inf, 6400, 0.02, 16 << 10, 1, (2.6, 4)),
 )
 
 
@@ -76,7 +77,7 @@ class PackingOptions:
         """Return the share of documents for validation."""
         if self.val_fraction is not None:
             return self.val_fraction
-        if self.kind == CONVERSATIONS and files[0].endswith(".py"):
+        if self.kind == CONVERSATIONS and suffix_of(files[0]) == ".py":
             return BUILTIN_VAL_FRACTION
         return defaults_for(files).val_fraction
 
@@ -154,8 +155,8 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
     """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by checksums. If no document is
-    chosen, yield the first documents."""
-    size = TOKENIZER_SAMPLE_BYTES
+    chosen, yield the first documents. Raises UsageError if every document is bad."""
+    size, first_bad = TOKENIZER_SAMPLE_BYTES, None
     chosen = 2**32 * size / max(text_size(files), 1)
     # The limit of 2 * size is reached if text_size is wrong or documents repeat.
     for threshold, limit in ((chosen, 2 * size), (2**32, size)):
@@ -164,9 +165,10 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
             if zlib.crc32(record.raw) >= threshold:
                 continue
             try:
-                yield parse(record)
+                yield parse(record)[:size]
             except UsageError as error:
                 if options.skip_bad_lines:
+                    first_bad = first_bad or error
                     continue
                 raise UsageError(f"{error}; {SKIP_HINT}") from error
             taken += len(record.raw)
@@ -174,6 +176,8 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
                 return
         if taken:
             return
+    if first_bad:
+        raise first_bad
 
 
 def _write_splits(
@@ -184,10 +188,18 @@ def _write_splits(
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits, and return their part of the description. A document is for
-    validation if its `number`, a hash of 64 bits, is below `share` · 2^64. The training split first
-    holds the first segmentation of all its documents, then the other segmentations."""
+    validation if its `number`, a hash of 64 bits, is below `share` · 2^64; if this holds for all,
+    the first one is for training. The training split first holds the first segmentation of all its
+    documents, then the other segmentations."""
     train, resegmented, val = map(writer, ("train", "train-resegmented", "val"))
     n_bad, first_bad = 0, None
+    waiting = []  # documents for validation before the first document for training
+
+    def write(document: Document, split: ShardWriter) -> None:
+        split.write(document.tokens[0], document.n_bytes, document.answers)
+        for tokens in document.tokens[1:] if split is train else ():
+            resegmented.write(tokens, document.n_bytes)
+
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:
             raise UsageError(f"{encoded.bad[0]}; {SKIP_HINT}")
@@ -195,14 +207,16 @@ def _write_splits(
         first_bad = first_bad or next(iter(encoded.bad), None)
         for document in encoded.documents:
             if document.number / 2**64 < share:
-                val.write(document.tokens[0], document.n_bytes, document.answers)
-                continue
-            train.write(document.tokens[0], document.n_bytes, document.answers)
-            for tokens in document.tokens[1:]:
-                resegmented.write(tokens, document.n_bytes)
+                waiting.append(document)
+            else:
+                write(document, train)
+            while waiting and train.documents:
+                write(waiting.pop(0), val)
         progress(encoded.raw_bytes)
+    for i, document in enumerate(waiting):
+        write(document, val if i else train)
     if not train.documents:
-        raise UsageError(f"no {options.kind} for training in these files")
+        raise UsageError(first_bad or f"no {options.kind} for training in these files")
     first, others = train.close(), resegmented.close()
     both = {name: first[name] + others[name] for name in others}
     return {

@@ -16,7 +16,7 @@ def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
     A hash of `flags` follows if there are flags. Conversations have "-chat" at the end."""
     name = Path(data).resolve().name if data != BUILTIN else BUILTIN
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
-        name = name.removesuffix(suffix)
+        name = name[: -len(suffix)] if name.lower().endswith(suffix) else name
     if words := flags.split():
         name += "-" + hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
     return Path("out/data") / (name if kind == TEXT else f"{name}-chat")

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 
 import sentencepiece
@@ -82,6 +83,16 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """Return the text of the ids, without markers. Invalid UTF-8 becomes U+FFFD."""
         return self._model.decode([id for id in ids if id < self.vocab_size])
+
+    def change(self, text: str, ids: list[int]) -> str:
+        """Describe where the ids of `text` decode to another text; "" if they decode to `text`."""
+        decoded = self.decode(ids)
+        if decoded == text:
+            return ""
+        pairs = enumerate(zip_longest(text, decoded))
+        start = max(0, next(i for i, (a, b) in pairs if a != b) - 10)
+        before, after = text[start : start + 30], decoded[start : start + 30]
+        return f"the tokenizer turns {before!r} into {after!r}: pass another --tokenizer"
 
 
 class JsonTokenizer(Tokenizer):

@@ -15,6 +15,8 @@ from data.tokenizer import SPACE_SYMBOL
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 RESERVED_PIECES = 3 + 256  # <unk>, <s>, </s>, and one piece per byte
 LEAST_VOCABULARY = RESERVED_PIECES + 3
+# SentencePiece drops longer lines without a message, so they are cut.
+LONGEST_LINE = 1 << 14  # characters, each of at most four bytes
 
 
 def train_tokenizer(
@@ -45,7 +47,12 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
     rare = [char for char, _ in counts.most_common()[n_chars:]]
     # Cut lines at rare characters and at two characters that SentencePiece reserves.
     cuts = str.maketrans(dict.fromkeys([*rare, "\0", SPACE_SYMBOL], "\n"))
-    lines = (line for text in texts for line in text.translate(cuts).splitlines(True))
+    lines = (
+        line[start : start + LONGEST_LINE]
+        for text in texts
+        for line in text.translate(cuts).splitlines(True)
+        for start in range(0, len(line), LONGEST_LINE)
+    )
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -60,7 +67,7 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
-            max_sentence_length=1 << 16,
+            max_sentence_length=4 * LONGEST_LINE,
             unk_id=UNK_ID,
             bos_id=BOS_ID,
             eos_id=EOS_ID,

@@ -11,7 +11,15 @@ from common.errors import UsageError
 from common.numbers import counted, progress_bar
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
-from data.corpus import JSONL, TEXT_COLUMN, find_files, load_json, parquet_rows, read_records
+from data.corpus import (
+    JSONL,
+    TEXT_COLUMN,
+    find_files,
+    load_json,
+    parquet_rows,
+    read_records,
+    suffix_of,
+)
 from data.dataset import ConversationSet, PackedDataset
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
@@ -66,9 +74,9 @@ def detect_task(data: str, text_column: str | None = None) -> str:
         return "conversations" if is_chat else "packed"
     path, column, keys = find_files(data)[0], text_column or TEXT_COLUMN, set()
     with suppress(StopIteration, AttributeError, UsageError):  # scoring reports a bad first line
-        if path.endswith(".parquet"):
+        if suffix_of(path) == ".parquet":
             keys = next(parquet_rows(path, (column, *CONVERSATION_KEYS))).keys()
-        elif path.endswith(JSONL):
+        elif suffix_of(path) in JSONL:
             keys = load_json(next(read_records([path]))).keys()
     if "question" in keys:
         return "choice"

@@ -16,12 +16,22 @@ from common.errors import UsageError, one_line_errors, stop_in_order
 from common.numbers import available_cores, counted, progress_bar, size
 from common.parser import OneLineParser
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, find_files, text_size
+from data.corpus import (
+    BUILTIN,
+    SUFFIXES,
+    TEXT_COLUMN,
+    files_below,
+    find_files,
+    suffix_of,
+    text_size,
+)
 from data.packing import PackingOptions, defaults_for, prepare
 from data.prepared import default_out, find_prepared
 from data.shards import CONVERSATIONS, TEXT
 
 BY_SIZE = "default: by the size of the text"
+UNSTRUCTURED = (".txt", ".py")  # files without columns
+FAR_OFF = 0.75  # fewer bytes per token than this share of the usual number: a warning
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -59,8 +69,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def report(description: dict, options: PackingOptions, files: list[str], seconds: float) -> str:
-    """Return size, speed, both splits, vocabulary, warnings, and the settings chosen by default."""
+def report(
+    description: dict, options: PackingOptions, source: str, files: list[str], seconds: float
+) -> str:
+    """Return size, speed, files of a folder, both splits, vocabulary, warnings, and the settings
+    chosen by default."""
     splits, made_from = description["splits"], description["prepared_from"]
     ways = {"train": made_from["segmentations"], "val": 1}
     of_text = options.kind == TEXT
@@ -68,6 +81,10 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
     n_bytes = sum(split["bytes"] // ways[name] for name, split in splits.items())
     speed = f"{size(n_bytes / seconds)}/s with --workers {options.workers}"
     lines = [f"{size(n_bytes)} of {kind} in {seconds:.1f} s ({speed})"]
+    if Path(source).is_dir():
+        ignored = sorted({*files_below(Path(source), hidden=True)} - {*files})
+        first = f", the first: {ignored[0]}" if ignored else ""
+        lines.append(f"  read {counted(len(files), 'files')}, ignored {len(ignored):,}{first}")
     for name, split in splits.items():
         n, word = counted(split["documents"] // ways[name], documents).split()
         line = f"  {name:5} {n:>9} {word:{len(documents)}} {split['tokens']:>13,} tokens"
@@ -76,20 +93,24 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
         lines.append(line)
     tokens = sum(split.get("answers", split)["tokens"] for split in splits.values())
     per_token = sum(split["bytes"] for split in splits.values()) / tokens
-    lines.append(f"  vocabulary {description['vocab_size']:,}, {per_token:.2f} bytes per token")
+    chosen, taken = defaults_for(files), []
+    line = f"  vocabulary {description['vocab_size']:,}, {per_token:.2f} bytes per token"
+    low, high = chosen.bytes_per_token
+    if of_text and options.vocab_size is None and per_token < FAR_OFF * low:
+        line += f" (WARNING: usual are {low:g} to {high:g})"
+    lines.append(line)
     if n_bad := description["bad_documents"]:
         bad = counted(n_bad, f"bad {documents}")
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
     if made_from["val_fraction"] and not splits["val"]["documents"]:
-        lines.append("  WARNING: no validation split: pass a larger --val_fraction")
-    chosen, taken = defaults_for(files), []
+        lines.append("  WARNING: no validation split: pass a larger --val_fraction, or more text")
     if options.vocab_size is None and options.tokenizer is None:
         taken.append(f"a vocabulary of {chosen.vocab_size:,} at most (--vocab_size)")
     if options.val_fraction is None:
         taken.append(f"{options.val_fraction_of(files):.0%} for validation (--val_fraction)")
     if options.segmentations is None and chosen.segmentations > 1:
         taken.append(f"{chosen.segmentations} ways to cut a document into pieces (--segmentations)")
-    if of_text and any(path.endswith((".txt", ".py")) for path in files):
+    if of_text and any(suffix_of(path) in UNSTRUCTURED for path in files):
         taken.append(f"long files cut into documents of {chosen.section_bytes // 1024} KiB")
     return "\n".join([*lines, f"  chosen by default: {', '.join(taken) or 'nothing'}"])
 
@@ -99,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     of_text = args.kind == TEXT
     files = find_files(args.data, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
-    if args.text_column and all(path.endswith((".txt", ".py")) for path in files):
+    if args.text_column and all(suffix_of(path) in UNSTRUCTURED for path in files):
         raise UsageError(f"{args.data} has no columns: leave out --text_column")
     options = PackingOptions(
         kind=args.kind,
@@ -123,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
             total = None if args.conversations == BUILTIN else text_size(files)
             with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
                 description = prepare(files, args.out, options, bar.update)
-            found = report(description, options, files, time.perf_counter() - start)
+            found = report(description, options, args.data, files, time.perf_counter() - start)
         print(f"{args.out}: {found}")
 
 

@@ -100,12 +100,35 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     assert texts(tmp_path) == ["first", "second", "third", "fourth"]
 
 
+def test_suffixes_have_any_case_and_hidden_files_are_left_out(tmp_path, monkeypatch):
+    expected = []
+    for suffix in (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".parquet"):
+        kinds = {".txt": suffix.encode(), ".csv": [["text"], [suffix]]}
+        kinds[".parquet"] = {"text": [suffix]}
+        path = write(tmp_path / f"x{suffix}", kinds.get(suffix, jsonl(suffix)))
+        assert parse(records(path)[0]) == suffix
+        expected.append((suffix, records(path)[0].place.rpartition(",")[2]))
+        path.rename(tmp_path / f"{len(expected)}{suffix.upper()}")
+    write(tmp_path / ".ipynb_checkpoints" / "1-checkpoint.txt", b"a second copy")
+    write(tmp_path / "._1.txt", b"written by a Mac")
+    found = [(parse(record), record.place.rpartition(",")[2]) for record in records(tmp_path)]
+    assert found == expected
+    monkeypatch.chdir(tmp_path)
+    assert texts(".") == [suffix for suffix, _ in expected]
+    assert texts("._1.txt") == ["written by a Mac"]  # a file that is named is read
+
+
 @pytest.mark.parametrize("name", ["a.md", "a.zst", "a.txt.gz", "txt"])
 def test_an_unknown_kind_of_file_is_refused_and_the_known_kinds_are_listed(tmp_path, name):
     path = write(tmp_path / name, b"text")
     for place in (path, path.parent):
         with pytest.raises(UsageError, match=rf"{place}.*\.txt, \.jsonl, \.jsonl\.gz"):
             find_files(str(place))
+
+
+def test_two_columns_of_the_same_name_are_refused(tmp_path):
+    path = write(tmp_path / "a.csv", [["text", "id", "text"], ["a", "1", "b"]])
+    assert "several columns have the name 'text'" in one_line(path)
 
 
 @pytest.mark.parametrize("column", ["Body", ""])
@@ -122,13 +145,19 @@ BAD = {
     "an array on one line": (b'[{"text": "a"}]', "one object per line (this line is a list)"),
     "deep nesting": (b"[" * 100_000, "not JSON"),
     "an enormous number": (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON"),
-    "no text": (b'{"content": "a"}', '"text" must be a valid string, not None'),
+    "no text": (b'{"content": "a"}', "no column 'text' (--text_column); it has 'content'"),
+    "text is null": (b'{"text": null}', '"text" must be a valid string, not None'),
     "text is a list": (b'{"text": ["a"]}', '"text"'),
     "invalid UTF-8": (b'{"text": "a\xff"}', "not valid UTF-8"),
     "lone surrogate": (b'{"text": "a\\ud800b"}', "must be a valid string, not 'a\\ud800b'"),
     "null": ({"text": ["good", None, "good"]}, "has no text"),
     "invalid UTF-8 in a table": ({"text": [b"good", b"x\xff", b"good"]}, "not valid UTF-8"),
     "too few fields": ([["id", "text"], [1, "good"], [2], [3, "good"]], "too few fields"),
+    "a text before a missing field": ([["text", "id"], ["good", 1], ["b"], ["good", 3]], "too few"),
+    "more fields than columns": (
+        [["id", "text"], [1, "good"], [2, "a", " b"], [3, "good"]],
+        "more",
+    ),
 }
 
 

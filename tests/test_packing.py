@@ -4,12 +4,14 @@ import json
 import multiprocessing
 import os
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
+from json_tokenizers import write_tokenizer
 
 from common.errors import UsageError
 from data import encoding, packing, shards
@@ -197,6 +199,64 @@ def test_a_few_very_long_documents_still_train_a_tokenizer(tmp_path, monkeypatch
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(books)
     tokens = read_description(out)["splits"]["train"]["tokens"]
     assert (out / "train-00000.bin").stat().st_size == 4 * tokens
+
+
+def test_the_only_document_trains_even_if_its_hash_is_for_validation(tmp_path):
+    out = pack_documents(DOCUMENTS[:1], tmp_path, "one", vocab_size=None, val_fraction=0.999999)
+    assert documents(out, "train") == DOCUMENTS[:1]
+    assert documents(out, "val") == []
+    out = pack_documents(DOCUMENTS, tmp_path, "more", val_fraction=0.999999, segmentations=2)
+    assert documents(out, "train") == DOCUMENTS[:1] * 2
+    assert documents(out, "val") == DOCUMENTS[1:]
+
+
+LOSSY = {  # SentencePiece's settings → a text that does not come back
+    "remove_extra_whitespaces": ({"byte_fallback": True}, "a:\n    b  c"),
+    "nmt_nfkc": ({"normalization_rule_name": "nmt_nfkc", "byte_fallback": True}, "\ufb01ne"),
+    "unigram": ({"model_type": "unigram", "vocab_size": 60}, "a \u9f98"),
+}
+
+
+@pytest.mark.parametrize("kind", [*LOSSY, "whitespace"])
+def test_a_document_that_the_tokenizer_changes_is_bad_and_shown(tmp_path, kind):
+    settings, changed = LOSSY.get(kind, ({}, "a   b"))
+    path, good = tmp_path / "t.model", "sum 1 and 2"
+    if kind == "whitespace":
+        path = write_tokenizer(tmp_path / "json", "smollm2", [good]) / "tokenizer.json"
+        pieces = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}]}
+        pieces["pretokenizers"].append(
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+        )
+        content = json.loads(path.read_text()) | {"pre_tokenizer": pieces}
+        path.write_text(json.dumps(content))
+        good = " sum"
+    else:
+        sentences = iter([f"{text} a b c : sum and 1 2" for text in DOCUMENTS])
+        usual = {"model_type": "bpe", "vocab_size": 300, "normalization_rule_name": "identity"}
+        usual |= {"add_dummy_prefix": False, "minloglevel": 2}
+        with open(path, "wb") as file:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=sentences, model_writer=file, **usual | settings
+            )
+    texts, flags = [good, changed], {"val_fraction": 0, "tokenizer": str(path)}
+    place = r"out\.jsonl, line 2: the tokenizer turns "
+    with pytest.raises(UsageError, match=place + re.escape(repr(changed))):
+        pack_documents(texts, tmp_path, **flags)
+    out = pack_documents(texts, tmp_path, **flags, skip_bad_lines=True)
+    about = read_description(out)
+    assert (about["bad_documents"], about["splits"]["train"]["bytes"]) == (1, len(good))
+
+
+def test_if_every_document_is_bad_the_first_is_shown_although_bad_documents_are_skipped(tmp_path):
+    (path := tmp_path / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
+    for tokenizer in (None, str(train_small(tmp_path / "t.model"))):
+        with pytest.raises(UsageError, match=r"line 1: no column 'text'.*it has 'content'"):
+            pack(path, tmp_path / "out", skip_bad_lines=True, tokenizer=tokenizer)
+
+
+def train_small(path: Path) -> Path:
+    train_tokenizer(DOCUMENTS, 300, path)
+    return path
 
 
 def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):

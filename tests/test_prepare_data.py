@@ -1,4 +1,5 @@
 import json
+import random
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +90,25 @@ def test_the_size_of_the_text_decides_the_settings_and_they_are_printed(workplac
     *_, chosen = capsys.readouterr().out.splitlines()
     for words in ("512 at most (--vocab_size), 10% for", "(--val_fraction), 7 ways", "of 1 KiB"):
         assert words in chosen
+
+
+def test_the_files_of_a_folder_and_few_bytes_per_token_are_reported(workplace, capsys):
+    dice, folder = random.Random(0), Path("texts")
+    (folder / ".cache").mkdir(parents=True)
+    shutil.move("sums.jsonl", folder / "SUMS.JSONL")
+    for ignored in (".cache/copy.txt", "notes.md"):
+        (folder / ignored).write_text("not read")
+    main(["--data", "texts", "--workers", "1"])
+    printed = capsys.readouterr().out
+    assert "  read 1 file, ignored 2, the first: texts/.cache/copy.txt\n" in printed
+    assert "usual" not in printed
+    rows = ["".join(chr(dice.randrange(33, 127)) for _ in range(50)) for _ in range(50)]
+    Path("rare.TXT").write_text("\n".join(rows), encoding="utf-8")
+    main(["--data", "rare.TXT", "--workers", "1"])
+    printed = capsys.readouterr().out
+    assert "bytes per token (WARNING: usual are 1.5 to 1.7)" in printed
+    assert printed.startswith("out/data/rare: ")
+    assert "ignored" not in printed
 
 
 def test_an_empty_validation_split_gives_a_warning_unless_val_fraction_is_0(workplace, capsys):
@@ -186,7 +206,7 @@ REFUSED = {
     "--data gbk.txt": "iconv",
     "--data short.txt --vocab_size 300": "too little text",
     "--data a.csv": "a.csv: no column 'text' (--text_column); it has 'id', 'body'",
-    f"{SUMS} --text_column body": 'sums.jsonl, line 1: "body" must be',
+    f"{SUMS} --text_column body": "line 1: no column 'body' (--text_column); it has 'text'",
     "--data short.txt --text_column body": "short.txt has no columns: leave out --text_column",
     f"{SUMS} --vocab_size 0": "vocab_size 0",
     f"{SUMS} --val_fraction 1": "--val_fraction",

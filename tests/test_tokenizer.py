@@ -84,6 +84,18 @@ def test_characters_without_a_piece_are_spelled_in_bytes(tmp_path, behind):
         assert 0 not in tokenizer.encode(text)
 
 
+def test_a_text_trains_the_same_pieces_with_and_without_line_ends(texts, tmp_path):
+    """SentencePiece itself would drop a line of more than 64 KiB without a message."""
+    joined = " ".join(text.strip() for text in texts * 4)
+    ends = {"lines": joined.replace("; ", ";\n"), "one line": joined, "and one line": joined + "\n"}
+    sizes = {}
+    for name, text in ends.items():
+        train_tokenizer([text], 400, tmp_path / name)
+        sizes[name] = len(Tokenizer(tmp_path / name).encode(joined))
+    assert len(joined.encode()) > 1 << 17
+    assert sizes["one line"] == sizes["and one line"] == pytest.approx(sizes["lines"], rel=0.02)
+
+
 UNSUITABLE = {
     "a small vocabulary": (["hello world, this is a small text\n"] * 20, 261),
     "one sentence often": (["hello world, this is a small text\n"] * 20, 6400),
