@@ -1,5 +1,8 @@
 import argparse
 
+import pytest
+
+from common.errors import UsageError
 from common.parser import OneLineParser, is_text
 
 
@@ -24,3 +27,9 @@ def test_help_shows_each_default_once_and_none_for_switches(capsys):
 def test_bytes_that_are_not_utf8_are_not_text():
     assert is_text("第1句 🙂")
     assert not is_text(b"a\xff".decode("utf-8", "surrogateescape"))
+
+
+@pytest.mark.parametrize("typed", ["--local_rank=0", "--local-rank=1"])
+def test_a_program_that_deepspeeds_launcher_cannot_start_names_the_launcher_that_can(typed):
+    with pytest.raises(UsageError, match="use accelerate launch --use_deepspeed --deepspeed_con"):
+        parser().parse_args([typed])

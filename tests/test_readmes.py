@@ -176,7 +176,7 @@ def test_every_named_flag_exists(name):
 def test_our_flags_in_the_table_of_other_projects_exist():
     ours = {flag for row in rows(TEXTS["docs/coming-from.md"]) for flag in flags_in(row[0])}
     assert {"--dim", "--prompt"} <= ours
-    assert ours <= flags_of("train_pretrain_accelerate") | flags_of("scripts.generate")
+    assert ours <= flags_of("train_sft_accelerate") | flags_of("scripts.generate")
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if name != "docs/lab-log.md"])
