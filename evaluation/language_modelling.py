@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from common.errors import UsageError
 from data.chat_template import encode_conversation
 from data.conversations import parse_conversation
 from data.corpus import Record, load_json, parse
@@ -17,18 +18,23 @@ from model import IGNORE_INDEX
 
 
 def document_rows(
-    records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, stride: int
+    records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, stride: int, counts: dict
 ) -> Iterator[Row]:
     """Yield the windows of each document `<s> text </s>`; `Row.unit` is the document's index.
 
     A window has up to seq_len ids. The next window begins `stride` ids later. Each id after <s> is
     predicted once. Its context is all ids before it, or at least seq_len - stride + 1 of them.
+    `counts` counts texts that the tokenizer changes; their bytes are those of the changed text.
     """
     for number, record in enumerate(records):
         text = parse(record)
         if not text:
             continue
-        ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+        ids = tokenizer.encode(text)
+        if tokenizer.change(text, ids):
+            counts["changed_by_tokenizer"] += 1
+            text = tokenizer.decode(ids)
+        ids = [tokenizer.bos_id, *ids, tokenizer.eos_id]
         last = len(ids) - 1
         for start in range(0, max(1, last - seq_len + stride), stride):
             end = min(start + seq_len, last)
@@ -46,11 +52,16 @@ def conversation_rows(
 
     `Row.unit` is the conversation's index. A long conversation is cut after the last answer that
     ends within seq_len targets. It is left out if no answer ends within seq_len targets. `counts`
-    counts both cases, as "cut" and "left_out". Raises UsageError if a record is wrong.
+    counts both cases, as "cut" and "left_out", and the conversations that the tokenizer changes.
+    Raises UsageError if a record is wrong.
     """
     for number, record in enumerate(records):
         turns = parse_conversation(load_json(record), record.place)
-        ids, is_answer = encode_conversation(tokenizer, turns)
+        try:
+            ids, is_answer = encode_conversation(tokenizer, turns, record.place)
+        except UsageError:
+            counts["changed_by_tokenizer"] += 1
+            ids, is_answer = encode_conversation(tokenizer, turns)
         ends = [at for at, id in enumerate(ids) if is_answer[at] and id == tokenizer.eos_id]
         within = [end for end in ends if end <= seq_len]
         if not within:

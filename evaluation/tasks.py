@@ -41,7 +41,7 @@ METRICS = {  # name → (number format, explanation)
     "chance": (".2%", "with random answers"),
 }
 # "cut" and "left_out" count conversations, "truncated" counts questions.
-AMOUNTS = ("tokens", "bytes", "sequences", "cut", "left_out", "truncated")
+AMOUNTS = ("tokens", "bytes", "sequences", "cut", "left_out", "truncated", "changed_by_tokenizer")
 HOW = ("max_seq_len", "stride", "delimiter", "template")  # settings in the line "how" of `report`
 TASKS_OF = {  # flag → tasks that accept it
     "split": ("packed", "conversations"),
@@ -120,13 +120,14 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
     records = conversation_records(files) if is_chat else read_records(files, column)
     records = islice(records, args.limit or None)  # 0 is no limit
     if is_chat:
-        facts = {"unit": "conversations", "cut": 0, "left_out": 0}
+        facts = {"unit": "conversations", "cut": 0, "left_out": 0, "changed_by_tokenizer": 0}
         return conversation_rows(records, tokenizer, seq_len, facts), None, facts
     if args.task == "text":
         stride = args.stride or max(1, seq_len // 2)
         if stride > seq_len:
             raise UsageError(f"--stride {stride} skips tokens: pass at most {seq_len}, the context")
-        return document_rows(records, tokenizer, seq_len, stride), None, {"stride": stride}
+        facts = {"stride": stride, "changed_by_tokenizer": 0}
+        return document_rows(records, tokenizer, seq_len, stride, facts), None, facts
     template = trained.chats if args.template is None else args.template
     if template and args.delimiter is not None:
         raise UsageError("--delimiter is for questions without the template: add --no-template")

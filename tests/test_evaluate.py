@@ -203,7 +203,7 @@ def test_flags_that_cannot_work_are_refused_in_one_line(refused, corpus, flags, 
     [
         ([], "", "a.jsonl has no text"),
         ([], "--task choice", "no text, question, or answer"),
-        ([{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: "text" must be'),
+        ([{"text": "x"}, {"no": 1}], "", "a.jsonl, line 2: no column 'text'"),
         ([*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: not a question"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from small_model import opinionated
 from torch.nn import functional as F
 
 from data.corpus import Record
+from data.tokenizer import Tokenizer
 from evaluation import scoring
 from evaluation.language_modelling import conversation_rows, document_rows, summary
 from evaluation.scoring import Row, Scorer, ratio
@@ -97,7 +99,7 @@ def test_document_scores_equal_those_of_scoring_one_token_at_a_time(scorer, toke
     ids = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     assert len(ids[0]) > 2 * SEQ_LEN
     records = [Record(f"{i}.txt", 0, text.encode()) for i, text in enumerate(TEXTS)]
-    units = list(scorer.units(document_rows(records, tokenizer, SEQ_LEN, stride)))
+    units = list(scorer.units(document_rows(records, tokenizer, SEQ_LEN, stride, {})))
     found, hits = summary(units), sum(scores[:, 1].sum() for _, scores in units)
     nll = sum(naive_nll(scorer.model, document, stride) for document in ids)
     n_tokens = sum(len(document) - 1 for document in ids)
@@ -108,6 +110,25 @@ def test_document_scores_equal_those_of_scoring_one_token_at_a_time(scorer, toke
     assert metrics["loss"] == pytest.approx(nll / n_tokens, rel=1e-6)
     assert metrics["perplexity"] == pytest.approx(math.exp(nll / n_tokens), rel=1e-5)
     assert metrics["bits_per_byte"] == pytest.approx(nll / math.log(2) / n_bytes, rel=1e-6)
+
+
+class Squeezing(Tokenizer):
+    """A tokenizer that makes one space of several, as SentencePiece does by default."""
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return super().encode_batch([re.sub(" +", " ", text) for text in texts])
+
+
+def test_what_the_tokenizer_changes_is_counted_and_has_the_bytes_that_are_scored(tokenizer):
+    changing, counts = Squeezing(tokenizer.path), Counter()
+    records = [Record("a.txt", 0, text) for text in (b"1  +   1", b"1 + 1")]
+    rows = list(document_rows(records, changing, SEQ_LEN, SEQ_LEN, counts))
+    assert counts == {"changed_by_tokenizer": 1}
+    assert [row.n_bytes for row in rows] == [5, 5]
+    raw = json.dumps({"prompt": "1  +  1", "response": "2"}).encode()
+    rows = list(conversation_rows([Record("c.jsonl", 1, raw)], changing, SEQ_LEN, counts))
+    assert counts == {"changed_by_tokenizer": 2}
+    assert len(rows) == 1
 
 
 def test_a_conversation_is_cut_after_the_last_answer_that_fits(tokenizer):
