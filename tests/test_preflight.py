@@ -204,6 +204,35 @@ def test_a_run_to_resume_gives_the_flags_that_are_not_typed(flags, run_of):
     assert saved_flags({"batch_size": 24}, TrainingArguments) == {}
 
 
+def test_a_mistyped_flag_is_refused_before_text_is_prepared(monkeypatch):
+    monkeypatch.setattr(Request, "data_flags", lambda request: pytest.fail("prepares text"))
+    with pytest.raises(UsageError, match="--dimm"):
+        preflight.main(["--dimm", "4"])
+
+
+@pytest.mark.parametrize("emulates", [True, False])
+def test_a_resumed_run_keeps_its_precision_on_a_cpu_that_emulates_bf16(
+    flags, run_of, monkeypatch, emulates
+):
+    monkeypatch.setattr(preflight, "cpu_emulates_bf16", lambda: emulates)
+    new = " ".join(preflight.main([*flags, "--max_steps", "2"]))
+    assert ("--dtype float32" in new) is emulates
+    resumed = " ".join(preflight.main([*flags, "--resume", str(run_of("--dtype", "bfloat16"))]))
+    assert "--dtype=bfloat16" in resumed
+    assert "float32" not in resumed
+
+
+def test_a_yaml_decides_the_precision_and_a_stage_without_a_file(flags, config_file, monkeypatch):
+    section = {"zero_stage": 1, "offload_optimizer_device": "none", "zero3_init_flag": False}
+    path = config_file(deepspeed_config=section, mixed_precision="no")
+    monkeypatch.setitem(os.environ, "CONFIG", path)
+    words = preflight.main([*flags, "--max_steps", "2"])
+    assert "--dtype=float32" in words
+    assert check(path, 2, flags)[1]["zero_optimization"]["stage"] == 1
+    with pytest.raises(UsageError, match=r"or type --dtype float32$"):
+        preflight.main([*flags, "--max_steps", "2", "--dtype", "bfloat16"])
+
+
 def bytes_for(batch_size: int) -> int:
     """Return the bytes that training the tiny model with this batch needs on a GPU under ZeRO-2."""
     args, _ = parse_arguments(["--batch_size", str(batch_size)])
