@@ -127,7 +127,7 @@ def test_what_the_tokenizer_changes_is_counted_and_has_the_bytes_that_are_scored
     assert [row.n_bytes for row in rows] == [5, 5]
     raw = json.dumps({"prompt": "1  +  1", "response": "2"}).encode()
     rows = list(conversation_rows([Record("c.jsonl", 1, raw)], changing, 99, counts))
-    assert counts == {"changed_by_tokenizer": 2}
+    assert counts["changed_by_tokenizer"] == 2
     assert len(rows) == 1
 
 
