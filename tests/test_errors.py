@@ -77,6 +77,21 @@ def test_a_program_whose_reader_closed_the_pipe_prints_only_its_own_error(lines,
     assert process.returncode == code
 
 
+@pytest.mark.parametrize("encoding", ["gbk", "ascii", "iso-8859-1"])
+def test_characters_that_stdout_cannot_encode_are_printed_as_escapes(encoding):
+    program = command("    print('语言 \\ufffd')")
+    program["env"]["PYTHONIOENCODING"] = encoding
+    ended = subprocess.run(**program, capture_output=True)
+    words = "语言" if encoding == "gbk" else r"\u8bed\u8a00"
+    assert (ended.stdout.decode(encoding), ended.stderr) == (rf"{words} \ufffd" + "\n", b"")
+
+
+def test_libraries_read_their_files_as_utf_8_in_every_locale():
+    program = command("    print(open('/dev/null').encoding)")
+    program["env"] |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert subprocess.run(**program, capture_output=True).stdout.lower() == b"utf-8\n"
+
+
 @pytest.mark.parametrize(
     ("output", "lines", "code", "says"),
     [

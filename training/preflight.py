@@ -159,4 +159,4 @@ if __name__ == "__main__":
     output = os.dup(1)
     os.dup2(2, 1)
     with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
-        os.write(output, shlex.join(main(sys.argv[1:])).encode())
+        os.write(output, os.fsencode(shlex.join(main(sys.argv[1:]))))
