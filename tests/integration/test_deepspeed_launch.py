@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import REPOSITORY, TINY, Trained, run_warm, train
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = "train_pretrain_accelerate.py"
-FLAGS = "--max_steps 6 --batch_size 2 --dtype float32 --lr_schedule constant --warmup_steps 3"
+STEPS = "--max_steps 6 --batch_size 2"
+FLAGS = f"{STEPS} --dtype float32 --lr_schedule constant --warmup_steps 3"
 FIXTURES = REPOSITORY / "tests" / "fixtures" / "deepspeed"
 
 
@@ -37,14 +39,14 @@ DEEPSPEED += ["--include", "localhost:64,65"]
 def deepspeed(tmp_path, packed):
     """Trains on two processes with DeepSpeed's launcher; `flags` are flags of the script."""
 
-    def deepspeed(*flags: str) -> Trained:
+    def deepspeed(*flags: str, common: str = FLAGS) -> Trained:
         hostfile = tmp_path / "hostfile"
         hostfile.write_text("localhost slots=66\n", encoding="utf-8")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         command = [*DEEPSPEED, "--hostfile", str(hostfile), "--master_port", port, SCRIPT, *flags]
-        return train(command, 2, packed, tmp_path / "run", FLAGS)
+        return train(command, 2, packed, tmp_path / "run", common)
 
     return deepspeed
 
@@ -79,17 +81,33 @@ def test_torchrun_starts_deepspeed_with_the_losses_of_accelerate_launch(
     assert trained.column("loss") == accelerate["zero2"].column("loss")
 
 
-def test_a_zero3_file_of_another_project_gives_the_losses_of_our_zero3_file(
+def test_a_zero3_file_of_another_project_gives_the_losses_of_the_same_settings_as_flags(
     accelerate, deepspeed, tmp_path
 ):
     config = json.loads((FIXTURES / "hugging_face_zero3.json").read_text(encoding="utf-8"))
-    del config["scheduler"]  # our program refuses this key
     config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's Adam needs a compiler
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 3}
+    config["scheduler"] = {"type": "WarmupLR", "params": params}
+    config["bfloat16"] = config.pop("bf16") | {"enabled": False}  # an old guide's name
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps(config), encoding="utf-8")
-    trained = deepspeed("--deepspeed", str(path))
+    trained = deepspeed("--deepspeed", str(path), common=STEPS)
     assert engine(trained) == "DeepSpeed ZeRO-3, all on the CPU"
+    assert "WarmupLR is --lr_schedule constant --warmup_steps 3, and its" in trained.out
     losses = accelerate["zero3"].column("loss")
+    assert trained.column("loss") == pytest.approx(losses, abs=1e-5)
+    assert trained.column("learning_rate") == accelerate["zero3"].column("learning_rate")
+
+
+def test_a_yaml_with_a_stage_and_without_a_file_trains_as_with_flags(accelerate, packed, tmp_path):
+    section = {"zero_stage": 2, "offload_optimizer_device": "none", "zero3_init_flag": False}
+    config = yaml.safe_load((REPOSITORY / "accelerate_config.yaml").read_text(encoding="utf-8"))
+    path = tmp_path / "inline.yaml"
+    path.write_text(yaml.safe_dump(config | {"deepspeed_config": section, "mixed_precision": "no"}))
+    flags = f"{STEPS} --lr_schedule constant --warmup_steps 3"  # the YAML decides the precision
+    trained = train(str(path), 2, packed, tmp_path / "run", flags)
+    assert engine(trained) == "DeepSpeed ZeRO-2"
+    losses = accelerate["zero2"].column("loss")
     assert trained.column("loss") == pytest.approx(losses, abs=1e-5)
 
 

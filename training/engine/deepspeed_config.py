@@ -84,7 +84,10 @@ def read_file(path: str) -> dict:
         from accelerate.utils import DeepSpeedPlugin  # importing it takes seconds
 
         return DeepSpeedPlugin().deepspeed_config
-    import hjson  # DeepSpeed requires it
+    try:
+        import hjson  # DeepSpeed requires it
+    except ImportError:  # without DeepSpeed, only scripts.plan reads these files
+        import json as hjson
 
     def without_duplicates(pairs: list[tuple]) -> dict:
         if twice := [key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n])]:
