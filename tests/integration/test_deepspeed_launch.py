@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY, TINY, Trained, run_warm, train
+from conftest import REPOSITORY, TINY, Trained, run, run_warm, train
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_a_yaml_with_a_stage_and_without_a_file_trains_as_with_flags(accelerate,
     path = tmp_path / "inline.yaml"
     path.write_text(yaml.safe_dump(config | {"deepspeed_config": section, "mixed_precision": "no"}))
     flags = f"{STEPS} --lr_schedule constant --warmup_steps 3"  # the YAML decides the precision
-    trained = train(str(path), 2, packed, tmp_path / "run", flags)
+    trained = train(str(path), 2, packed, tmp_path / "run", flags, start=run)
     assert engine(trained) == "DeepSpeed ZeRO-2"
     losses = accelerate["zero2"].column("loss")
     assert trained.column("loss") == pytest.approx(losses, abs=1e-5)
