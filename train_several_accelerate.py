@@ -21,7 +21,7 @@ from common.errors import UsageError, reason
 from model.config import setting
 from report.page import try_to_write_report
 from storage.checkpoint import damage
-from storage.folder import RunFolder, step_of
+from storage.folder import RunFolder, claim, step_of
 from training.arguments import TrainingArguments, as_arguments, build_parser
 from training.build import random_state, restore_random
 from training.engine.launcher_settings import with_launcher_settings
@@ -177,7 +177,11 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
 
 def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | None]:
     """Return `resume` for each run if `resume` is None or no run has a checkpoint. Otherwise return
-    the checkpoints of the newest step that is undamaged in all. Raises UsageError if no step is."""
+    the checkpoints of the newest step that is undamaged in all. Existing folders are locked first,
+    see `find_starting_point`. Raises UsageError if no step is undamaged, or a run is in use."""
+    for run in runs:
+        if run.path.exists():
+            claim(run)
     steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
     if resume is None or not any(steps):
         return [resume] * len(runs)

@@ -57,7 +57,13 @@ def read_settings(path: Path) -> dict:
     return settings if isinstance(settings, dict) else {}
 
 
-_held: list[int] = []  # file descriptors of the locks that this process holds
+_held: dict[Path, int] = {}  # locks that this process holds: resolved path → file descriptor
+
+
+def claim(run: RunFolder) -> None:
+    """Lock a run as `lock` does, unless this process has already locked it."""
+    if run.lock.resolve() not in _held:
+        lock(run.lock)
 
 
 def lock(path: Path, otherwise: str = "--run_name") -> None:
@@ -73,7 +79,7 @@ def lock(path: Path, otherwise: str = "--run_name") -> None:
         os.close(descriptor)
         holder = path.read_text(encoding="utf-8", errors="replace")
         raise UsageError(f"{path.parent} is in use by {holder}: wait, or use another {otherwise}")
-    _held.append(descriptor)
+    _held[path.resolve()] = descriptor
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
@@ -81,7 +87,7 @@ def lock(path: Path, otherwise: str = "--run_name") -> None:
 def release_locks() -> None:
     """Release every lock of this process, so that the process can start another run."""
     while _held:
-        os.close(_held.pop())
+        os.close(_held.popitem()[1])
 
 
 # Data loader processes may live seconds longer than a killed parent. They must not keep its locks.

@@ -5,11 +5,14 @@ import sys
 from contextlib import suppress
 
 import pytest
+from test_resume_choice import locks, make_run, write_empty  # noqa: F401  "locks" is a fixture
 
 from common.errors import UsageError
-from storage.folder import lock
+from storage.folder import RunFolder, lock
+from training.arguments import TrainingArguments
 from training.engine.deepspeed_setup import set_up_deepspeed
 from training.engine.launch import Engine
+from training.resume import find_starting_point
 
 HOLD = """
 import os, sys
@@ -51,3 +54,37 @@ def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path, accelerator):
         set_up_deepspeed(Engine(accelerator, "ZeRO-3", {"zero_optimization": zero}))
     with pytest.raises(UsageError, match="lock cannot be used: "):
         lock(tmp_path / "new" / "one" / "lock" / "lock")
+
+
+@pytest.mark.parametrize("resume", ["auto", "PATH", None])
+@pytest.mark.parametrize("saved", [[], [1]])
+def test_a_run_is_locked_before_its_checkpoint_is_chosen(tmp_path, monkeypatch, saved, resume):
+    """The job before this one saves step 2, and ends, while this one starts."""
+    run = RunFolder(make_run(tmp_path / "run", *saved))
+    run.metrics.unlink()
+    if resume == "PATH":
+        write_empty(run, 1)
+        resume = str(run.path)
+
+    def last_save(run: RunFolder) -> None:
+        write_empty(run, 2)
+        run.metrics.touch()
+
+    monkeypatch.setattr("training.resume.claim", last_save)
+    args = TrainingArguments(out_dir=str(tmp_path), run_name="run", resume=resume)
+    if resume is None:
+        with pytest.raises(UsageError, match="holds a run: pass --resume auto"):
+            find_starting_point(args, claims=True)
+    else:
+        assert find_starting_point(args, claims=True).checkpoint == run.checkpoint(2)
+
+
+def test_a_run_that_is_only_looked_at_is_not_locked(tmp_path):
+    run = RunFolder(make_run(tmp_path / "run", 1))
+    args = TrainingArguments(out_dir=str(tmp_path), resume="auto")
+    find_starting_point(args)
+    assert not run.lock.exists()
+    for _ in range(2):  # a program that trains several models has already locked them
+        find_starting_point(args, claims=True)
+    with pytest.raises(UsageError, match="in use by process"):
+        lock(run.lock)

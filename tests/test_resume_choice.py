@@ -57,12 +57,17 @@ def make_run(path: Path, *steps: int, age: float = 0, **state) -> Path:
     """
     path.mkdir(parents=True)
     (path / "metrics.jsonl").write_text("", encoding="utf-8")
-    nothing = {WEIGHTS: {}, OPTIMIZER: {}, RANDOM: {}}
     for step in steps:
-        values = {"step": step, "optimizer_step": step, "processes": 1, "identity": {}} | state
-        write_checkpoint(RunFolder(path), nothing, values)
+        write_empty(RunFolder(path), step, **state)
         os.utime(RunFolder(path).checkpoint(step), (NOW - age, NOW - age))
     return path
+
+
+def write_empty(run: RunFolder, step: int, **state) -> None:
+    """Write a checkpoint without tensors."""
+    nothing = {WEIGHTS: {}, OPTIMIZER: {}, RANDOM: {}}
+    values = {"step": step, "optimizer_step": step, "processes": 1, "identity": {}} | state
+    write_checkpoint(run, nothing, values)
 
 
 def damage_file(run: Path, step: int, name: str = WEIGHTS) -> None:

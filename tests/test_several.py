@@ -105,6 +105,14 @@ def test_all_models_resume_from_the_newest_step_that_is_undamaged_in_all(resume,
             resume(damaged, **steps)
 
 
+def test_all_models_are_locked_before_a_step_is_chosen(resume, monkeypatch):
+    """The job before this one saves step 20, and ends, while this one starts."""
+    monkeypatch.setattr(
+        "train_several_accelerate.claim", lambda run: run.checkpoint(20).mkdir(parents=True)
+    )
+    assert resume(first=[10], second=[10]) == ["20"] * 2
+
+
 class FakeRun:
     """A Run for the next test. `done` lists the arguments of each save, then "closed"."""
 

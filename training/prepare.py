@@ -82,7 +82,7 @@ def prepare(
     processes = engine.processes if engine else processes
 
     def decide() -> tuple:  # runs on the main process, for all processes
-        start = find_starting_point(args)
+        start = find_starting_point(args, claims=engine is not None)
         own = with_own_weights(args, start)
         out = Path(args.out_dir)
         source = own.init_from and WeightsFolder.find(name_of(own.init_from, out, PRETRAINING))

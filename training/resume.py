@@ -18,7 +18,7 @@ from data.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from model import LMConfig, Transformer
 from storage.checkpoint import STATE, newest_undamaged, read_state, run_of
 from storage.find import program_of, run_to_resume
-from storage.folder import RunFolder, read_settings, step_of
+from storage.folder import RunFolder, claim, read_settings, step_of
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine
 
@@ -39,32 +39,36 @@ class StartingPoint:
         return self.state.get("step", 0)
 
 
-def find_starting_point(args: TrainingArguments) -> StartingPoint:
+def find_starting_point(args: TrainingArguments, claims: bool = False) -> StartingPoint:
     """Find the run folder and, for --resume, its newest undamaged checkpoint or the named one.
+    With `claims`, lock an existing folder first: a run that is ending may save another checkpoint.
     Raises UsageError if the path has no checkpoint, all are damaged, or another run is there."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
-    checkpoints: list[Path] = []
+    named = None if args.resume in (None, "auto") else Path(args.resume).resolve()
     if args.resume == "auto":
-        if found := run_to_resume(out, args.program, args.run_name):
-            run, checkpoints = found, found.all_checkpoints()
-        else:
-            searched = out / (args.run_name or "")
-            print(f"--resume auto: no checkpoint in {searched}, a new run starts")
-    elif args.resume is not None:
-        named = Path(args.resume).resolve()
-        checkpoints = RunFolder(named).all_checkpoints() or [named]
-        if not any((path / STATE).is_file() for path in checkpoints):
+        run = run_to_resume(out, args.program, args.run_name) or run
+    elif named:
+        saved = RunFolder(named).all_checkpoints() or [named]
+        if not any((path / STATE).is_file() for path in saved):
             reason = "neither a run with checkpoints nor a checkpoint"
             raise UsageError(f"--resume {args.resume}: {reason}")
-        run = run_of(checkpoints[-1])
+        run = run_of(saved[-1])
         if args.run_name not in (None, run.path.name):
             raise UsageError(f"--run_name {args.run_name}: leave it out, {run.path} is resumed")
     if run.settings.exists() and (program := program_of(run)) != args.program:
-        remedy = "resume it with that program" if checkpoints else "choose another --run_name"
+        remedy = "resume it with that program" if named else "choose another --run_name"
         raise UsageError(f"{run.path} holds a run of {program}: {remedy}")
+    if claims and run.path.exists():
+        claim(run)
     if run.metrics.exists() and not args.resume:
         raise UsageError(f"{run.path} holds a run: pass --resume auto, or another --run_name")
+    checkpoints = run.all_checkpoints() if args.resume else []
+    if named:
+        checkpoints = RunFolder(named).all_checkpoints() or [named]
+    elif args.resume and not checkpoints:
+        searched = out / (args.run_name or "")
+        print(f"--resume auto: no checkpoint in {searched}, a new run starts")
     newest, problems = newest_undamaged(checkpoints)
     for path, problem in problems.items():
         print(f"DAMAGED CHECKPOINT {path}: {problem}")

@@ -18,7 +18,7 @@ from common.numbers import counted, memory
 from data.shards import CONVERSATIONS
 from model import ConfigError, Transformer
 from storage.checkpoint import write_base
-from storage.folder import lock, release_locks
+from storage.folder import claim, release_locks
 from training.arguments import TrainingArguments, as_arguments, build_parser
 from training.build import random_state
 from training.engine.device import (
@@ -176,7 +176,7 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
     """Build the model, load weights, print the start block; return None if the run is finished.
     Every process must call it. Raises UsageError or ConfigError if the run cannot be trained."""
     args, start, train_set = prepared.args, prepared.start, prepared.train_set
-    on_main_process(engine, partial(lock, start.folder.lock))
+    on_main_process(engine, partial(claim, start.folder))  # a new folder is not yet locked
     engine.set_accumulation(args.accumulation_steps)
     finished = start.step >= prepared.total_steps
     if finished and on_main_process(engine, start.folder.weights.exists):
