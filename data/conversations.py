@@ -2,17 +2,19 @@
 
 Each conversation is one JSON object. Its keys determine the format:
 
-    {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI (also "weight": 0)
+    {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI
     {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
     {"conversations": [{"from": "human", "value": "…"}, …]}     ShareGPT
     {"prompt": "…", "completion": "…"}                          TRL; two texts or two lists
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat (Dahoas/rm-static)
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
-In every format, "system" may hold the system message. Answers with "weight": 0, and answers in a
-list under "prompt", do not count in the loss. A content may be a list of parts {"type": "text",
-"text": "…"}. A prompt that begins with "\\n\\nHuman:" holds several turns, as in
-Dahoas/rm-static. "rejected" is not used. The built-in conversations are made from the docstrings of
+In every format, "system" may hold the system message. Answers with "weight": 0, "loss": false or
+"train": false, and answers in a list under "prompt", do not count in the loss. The
+"reasoning_content" of an answer stands inside <think> before it, as in MiniMind's template. A
+content may be a list of parts {"type": "text", "text": "…"}. A prompt that begins with
+"\\n\\nHuman:" holds several turns, as in Dahoas/rm-static. "rejected" is not used. Other keys that
+may hold text or a mask are refused. The built-in conversations are made from the docstrings of
 Python's standard library.
 """
 
@@ -30,7 +32,7 @@ from typing import NamedTuple
 
 from common.errors import UsageError
 from common.parser import is_text
-from data.corpus import JSONL, Record, parquet_rows, read_records
+from data.corpus import JSONL, Record, parquet_rows, read_records, suffix_of
 
 SUFFIXES = (*JSONL, ".parquet")
 ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
@@ -38,7 +40,22 @@ SHAREGPT = {"human": USER, "gpt": ASSISTANT}
 TOOLS = ("tool", "function", "function_call", "observation")
 LISTS = ("conversations", "messages")
 ANSWERS = ("chosen", "response", "completion")
-KEYS = (*LISTS, "prompt", *ANSWERS, "instruction", "input", "output", SYSTEM)
+ALPACA = ("instruction", "input", "output")
+KEYS = (*LISTS, "prompt", *ANSWERS, *ALPACA, SYSTEM)
+MASKS = ("weight", "loss", "train")  # 0 or false in a message: it does not count in the loss
+OF_MESSAGE = ("role", "content", "from", "value", "reasoning_content", *MASKS)
+OF_PART = ("type", "text")  # keys of a part of a content
+EMPTY = (None, "", "[]", "{}", [], {})  # values of keys that a file has but does not use
+# Words in the names of keys that hold a mask, that hold text, and that only describe a message.
+MASK_WORDS = "ignore loss mask masked masks train trainable training weight weights".split()  # noqa: SIM905
+TEXT_WORDS = (  # noqa: SIM905
+    "audio audios context cot function functions history image images kwargs rationale reasoning "
+    "system think thinking thought thoughts tool tools video videos"
+).split()
+ABOUT_WORDS = (  # noqa: SIM905
+    "annotations category created date hash id ids index label labels lang language model name "
+    "rating score source status tag tags time timestamp topic type url"
+).split()
 # Limits of signatures and summaries in the built-in conversations, in characters.
 LONGEST_SIGNATURE = 120
 SUMMARY_LENGTHS = range(20, 301)
@@ -59,12 +76,12 @@ class Turn(NamedTuple):
 
 def conversation_records(files: list[str]) -> Iterator[Record]:
     """Yield each conversation of each file, as JSON. Raises UsageError if a file is unreadable."""
-    if files[0].endswith(".py"):
+    if suffix_of(files[0]) == ".py":
         yield from _about_docstrings(files)
         return
     for path in files:
-        if path.endswith(".parquet"):
-            for number, row in enumerate(parquet_rows(path, (*KEYS, "history")), 1):
+        if suffix_of(path) == ".parquet":
+            for number, row in enumerate(parquet_rows(path, KEYS, others=True), 1):
                 yield Record(path, number, json.dumps(row, default=str).encode())
         else:
             yield from read_records([path])
@@ -72,21 +89,47 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
     """Return the turns of a conversation. Raises UsageError, which begins with `where`, if the
-    format is unsupported, `check_turns` refuses the turns, or no answer counts in the loss."""
-    if value.get("history"):
-        raise UsageError(f'{where}: "history" is not supported: put all turns into "messages"')
-    turns = _turns(value, where)
+    format is unsupported, `check_turns` refuses the turns, an answer is empty, no answer counts in
+    the loss, or another key may hold a mask, or text that the turns do not hold."""
+    turns, used = _turns(value, where)
     if value.get(SYSTEM):
         turns = [Turn(SYSTEM, value[SYSTEM]), *turns]
     check_turns(turns, where)
+    for number, turn in enumerate(turns, 1):
+        if turn.role == ASSISTANT and not turn.content.strip():
+            raise UsageError(f"{where}: turn {number} is an empty answer")
     if not any(turn.counts for turn in turns):
         raise UsageError(f"{where}: no answer of the assistant counts in the loss")
+    for key, other in value.items():
+        is_read = key in (*used, SYSTEM) or not matters(key, other)
+        if not is_read and not _is_copy(other, turns, value, used):
+            raise not_understood(key, where)
     return turns
 
 
+def words_of(key: str) -> set[str]:
+    """Split the name of a key: "train_on" and "trainOn" have the words "train" and "on"."""
+    return {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", key)}
+
+
+def matters(key: str, value: object) -> bool:
+    """Return True if a key of a conversation or message may hold text or a mask."""
+    words, is_number = words_of(key), isinstance(value, int | float)
+    if key == "label":
+        return value is False  # in TRL's KTO: the model should not learn this answer
+    holds_text = (key in KEYS or words.intersection(TEXT_WORDS)) and not is_number
+    return value not in EMPTY and bool(words.intersection(MASK_WORDS) or holds_text)
+
+
+def not_understood(key: str, where: str) -> UsageError:
+    """Return the error for a key that may hold text or a mask, and is not understood."""
+    remedy = "remove it or rename it (docs/fine-tuning.md lists the keys)"
+    return UsageError(f'{where}: "{key}" is not understood: {remedy}')
+
+
 def check_turns(turns: Iterable[Turn], where: str) -> None:
-    """Raise UsageError for roles in a wrong order, a content that is not text, or an empty answer.
-    User and assistant alternate. The first turn may have the role "system"."""
+    """Raise UsageError for roles in a wrong order, or a content that is not text. User and
+    assistant alternate. The first turn may have the role "system"."""
     expected = (SYSTEM, USER)
     for number, (role, content, _) in enumerate(turns, 1):
         place = f"{where}: turn {number}"
@@ -95,8 +138,6 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
             raise UsageError(f"{place} has the role {_shown(role)} instead of {known}")
         if not is_text(content):
             raise UsageError(f"{place} has {_shown(content)} instead of a text")
-        if role == ASSISTANT and not content.strip():
-            raise UsageError(f"{place} is an empty answer")
         expected = (ASSISTANT,) if role == USER else (USER,)
 
 
@@ -113,23 +154,24 @@ def _shown(value: object) -> str:
     return textwrap.shorten(repr(value), 40)
 
 
-def _turns(value: dict, where: str) -> list[Turn]:
+def _turns(value: dict, where: str) -> tuple[list[Turn], tuple[str, ...]]:
+    """Return the turns without the system message, and the keys that are read or left out."""
     # A Parquet row has null in the columns that it does not use.
     given = {key: value[key] for key in KEYS if value.get(key) is not None}
     for key in LISTS:
         if key in given:
-            return _listed_turns(given[key], where)
+            return _listed_turns(given[key], where), (key,)
     answers = [given[key] for key in ANSWERS if key in given]
     if "prompt" in given and answers and isinstance(answers[0], list):
         prompt = [turn._replace(has_weight=False) for turn in _listed_turns(given["prompt"], where)]
-        return prompt + _listed_turns(answers[0], where)
+        return prompt + _listed_turns(answers[0], where), ("prompt", *ANSWERS)
     if all(isinstance(text, str) for text in given.values()):
         if "prompt" in given and answers:
-            return _turns_of_prompt(given["prompt"], answers[0])
+            return _turns_of_prompt(given["prompt"], answers[0]), ("prompt", *ANSWERS)
         if "instruction" in given and "output" in given:
             parts = (given["instruction"], given.get("input"))
             question = "\n\n".join(part for part in parts if part)
-            return [Turn(USER, question), Turn(ASSISTANT, given["output"])]
+            return [Turn(USER, question), Turn(ASSISTANT, given["output"])], ALPACA
     raise UsageError(
         f'{where}: no conversation: expected "conversations", or "messages", or "prompt" and '
         '"completion", "chosen" or "response", or texts in "instruction" and "output"'
@@ -138,19 +180,50 @@ def _turns(value: dict, where: str) -> list[Turn]:
 
 def _listed_turns(turns: object, where: str) -> list[Turn]:
     with suppress(TypeError, KeyError, AttributeError):
-        if all(turn.get("weight") in (None, 0, 1) for turn in turns):
-            return [_turn(turn, where) for turn in turns]
+        if all(turn.get(mask) in (None, 0, 1) for turn in turns for mask in MASKS):
+            return [_turn(turn, f"{where}: turn {i}") for i, turn in enumerate(turns, 1)]
     form = 'a list of {"role", "content"} or {"from", "value"}, perhaps with "weight": 0 or 1'
     raise UsageError(f"{where}: expected {form}, not {_shown(turns)}")
+
+
+def _is_copy(other: object, turns: list[Turn], value: dict, used: Iterable[str]) -> bool:
+    """Return True if each text of `other` stands in a turn, or holds all texts that are read."""
+    said = [turn.content for turn in turns]
+    read = [value[key] for key in used if isinstance(value.get(key), str)] or said
+    texts = [other] if isinstance(other, str) else []
+    with suppress(UsageError):
+        texts = texts or [str(turn.content) for turn in _listed_turns(other, "")]
+    stand_in = (any(text.strip() in turn for turn in said) for text in texts)
+    hold_all = (all(part.strip() in text for part in read) for text in texts)
+    return bool(texts) and all(a or b for a, b in zip(stand_in, hold_all, strict=True))
 
 
 def _turn(said: dict, where: str) -> Turn:
     # In a Parquet file with both formats, the keys of the unused format are null.
     keys = ("role", "content") if said.get("from") is None else ("from", "value")
     role, content = (said[key] for key in keys)
-    if role in TOOLS or said.get("tool_calls") or said.get("function_call"):
+    calls = [said.get("tool_calls"), said.get("function_call")]
+    if role in TOOLS or any(call not in EMPTY for call in calls):
         raise UsageError(f"{where}: calls of tools are not supported")
-    return Turn(SHAREGPT.get(role, role), text_of(content), said.get("weight") != 0)
+    parts = [part for part in content if type(part) is dict] if isinstance(content, list) else []
+    for held, known in ((said, OF_MESSAGE), *((part, OF_PART) for part in parts)):
+        _require_read(held, known, where)
+    role, content = SHAREGPT.get(role, role), text_of(content)
+    if (thought := said.get("reasoning_content")) not in EMPTY:
+        if role != ASSISTANT or not is_text(thought):
+            raise not_understood("reasoning_content", where)
+        if is_text(content) and content.strip() and (thought := thought.strip("\n")):
+            content = f"<think>\n{thought}\n</think>\n\n" + content.lstrip("\n")
+    return Turn(role, content, all(said.get(mask) != 0 for mask in MASKS))
+
+
+def _require_read(held: dict, known: tuple[str, ...], where: str) -> None:
+    """Raise UsageError for a key of a message that is not in `known`, unless it is empty, a number
+    that is no mask, or describes the message."""
+    for key, value in held.items():
+        describes = words_of(key).intersection(ABOUT_WORDS) or isinstance(value, int | float)
+        if key not in known and (matters(key, value) or not (value in EMPTY or describes)):
+            raise not_understood(key, where)
 
 
 def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:

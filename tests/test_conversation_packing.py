@@ -30,7 +30,8 @@ CONVERSATIONS = [conversation(i) for i in range(300)]
 
 
 def write(path: Path, conversations=CONVERSATIONS, key="messages") -> Path:
-    lines = [json.dumps({key: [t._asdict() for t in turns]}) + "\n" for turns in conversations]
+    rows = ([{"role": turn.role, "content": turn.content} for turn in x] for x in conversations)
+    lines = [json.dumps({key: turns}) + "\n" for turns in rows]
     path.write_text("".join(lines), encoding="utf-8")
     return path
 

@@ -25,10 +25,12 @@ FROM_VALUE = [{"from": SHAREGPT[turn.role], "value": turn.content} for turn in T
 PARTS = [{"type": "text", "text": " 1 + "}, {"type": "text", "text": "1?\n", "index": None}]
 LONGER = [*DICTS, {"role": "user", "content": "And 2 + 2?"}]
 OF_LONGER = [turn._replace(has_weight=False) for turn in [*TURNS, Turn("user", "And 2 + 2?")]]
+UNCOUNTED = TURNS[2]._replace(has_weight=False)
+MINIMIND = ("reasoning_content", "tools", "tool_calls")
 FOUR = {"role": "assistant", "content": "4"}
 FORMS = {
     "MiniMind": ({"conversations": DICTS}, TURNS),
-    "OpenAI": ({"messages": DICTS, "prompt": "not this"}, TURNS),
+    "OpenAI": ({"messages": DICTS, "prompt": "1 + 1?", "chosen": DICTS}, TURNS),
     "ShareGPT": ({"id": "QWJhYvA_0", "conversations": FROM_VALUE}, TURNS),
     "ShareGPT's keys in messages, with OpenAI's roles": (
         {"messages": [{"from": turn.role, "value": turn.content} for turn in TURNS], "tools": None},
@@ -60,6 +62,36 @@ FORMS = {
         {"messages": [DICTS[1], DICTS[2] | {"weight": 0}, *DICTS[1:]]},
         [TURNS[1], Turn("assistant", " 2 ", has_weight=False), *TURNS[1:]],
     ),
+    "masks of other programs": (
+        {
+            "messages": [
+                *(DICTS[1] | {"train": True}, DICTS[2] | {"loss": False, "name": "bot"}),
+                *(DICTS[1], DICTS[2] | {"train": False, "weight": None}),
+                *(DICTS[1] | {"id": 7}, DICTS[2] | {"loss": True, "train": True, "weight": 1.0}),
+            ]
+        },
+        [*TURNS[1:2], UNCOUNTED, *TURNS[1:2], UNCOUNTED, *TURNS[1:]],
+    ),
+    "reasoning": (
+        {"conversations": [DICTS[1], DICTS[2] | {"reasoning_content": "\n1 + 1\nis 2\n"}]},
+        [TURNS[1], Turn("assistant", "<think>\n1 + 1\nis 2\n</think>\n\n 2 ")],
+    ),
+    "MiniMind's keys without values": (
+        {"conversations": [turn | dict.fromkeys(MINIMIND, "") for turn in DICTS]},
+        TURNS,
+    ),
+    "empty keys, facts about the conversation, and copies of its texts": (
+        {
+            **{"conversations": FROM_VALUE, "tools": "[]", "history": [], "functions": None},
+            **{"instruction": "1 + 1?", "output": "2", "system_prompt": "Be brief."},
+            **{"source": "a", "toxic": False, "label": True, "finish_reason": "stop", "score": 3},
+        },
+        TURNS,
+    ),
+    "Alpaca with the whole as one text": (
+        {"instruction": "Add 1", "input": "1", "output": "2", "prompt": "### Add 1\n1\n### 2"},
+        ADDITION,
+    ),
     "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ADDITION[1]]),
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
     "rm-static's response": ({"prompt": RM_STATIC, "response": " 2"}, OF_RM_STATIC),
@@ -77,8 +109,36 @@ def messages(*roles: str) -> dict:
     return {"messages": [{"role": role, "content": f"{role} says"} for role in roles]}
 
 
+PAIR = {"prompt": "1 + 1?", "completion": "2"}
+DROPPED = {  # a row, and the key that may hold text or a mask
+    "MiniMind's tools": ({"messages": [DICTS[0] | {"tools": "[{}]"}, *DICTS[1:]]}, "tools"),
+    "tools beside the list": ({"messages": DICTS, "tools": [{"name": "f"}]}, "tools"),
+    "reasoning of a user": (
+        {"messages": [DICTS[1] | {"reasoning_content": "why"}, DICTS[2]]},
+        "reasoning_content",
+    ),
+    "reasoning that is no text": (
+        {"messages": [DICTS[1], DICTS[2] | {"reasoning_content": {"a": 1}}]},
+        "reasoning_content",
+    ),
+    "other reasoning": ({"messages": [DICTS[1], DICTS[2] | {"thinking": "1, 2"}]}, "thinking"),
+    "any other text": ({"messages": [DICTS[1], DICTS[2] | {"draft": "maybe 3"}]}, "draft"),
+    "another mask": ({"messages": [DICTS[1], DICTS[2] | {"lossMask": 0}]}, "lossMask"),
+    "a mask in a part": (
+        {"messages": [DICTS[1], DICTS[2] | {"content": [PARTS[0] | {"train": False}]}]},
+        "train",
+    ),
+    "a mask of the row": (PAIR | {"train": False}, "train"),
+    "an answer that TRL's KTO calls bad": (PAIR | {"label": False}, "label"),
+    "a system prompt": (PAIR | {"system_prompt": "Use 2 digits."}, "system_prompt"),
+    "a part of the question": (PAIR | {"input": "in binary"}, "input"),
+    "a context": ({"instruction": "1 + 1?", "output": "2", "context": "binary"}, "context"),
+    "an answer beside the list": ({"messages": DICTS, "response": "3"}, "response"),
+    "a list beside the list": ({"conversations": DICTS, "messages": [FOUR]}, "messages"),
+    "history": ({"instruction": "1?", "output": "2", "history": [["a", "b"]]}, "history"),
+}
 WRONG = {
-    "history": ({"instruction": "1?", "output": "2", "history": [["a", "b"]]}, '"history" is not'),
+    **{what: (row, f'"{key}" is not understood') for what, (row, key) in DROPPED.items()},
     "two system messages": ({"system": "be brief", "messages": DICTS}, "turn 2 has the role"),
     "none of the forms": ({"text": "a"}, '"prompt" and "completion", "chosen" or "response"'),
     "no list": ({"messages": "hello"}, "expected a list of {"),
@@ -166,6 +226,9 @@ def test_tables_and_files_without_conversations_are_refused(tmp_path):
         read(tmp_path)
     pq.write_table(pa.table({"messages": [DICTS, None]}), path)
     with pytest.raises(UsageError, match=r"a\.parquet, row 2: no conversation"):
+        read(tmp_path)
+    pq.write_table(pa.table({"messages": [DICTS], "tools": ["[{}]"]}), path)
+    with pytest.raises(UsageError, match=r'a\.parquet, row 1: "tools" is not understood'):
         read(tmp_path)
     path.rename(tmp_path / "a.txt")
     with pytest.raises(UsageError, match=r"\.jsonl\.zst, \.parquet"):
