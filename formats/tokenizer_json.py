@@ -62,8 +62,11 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
 
 
 def without_escapes(tokenizer_json: str) -> str:
-    """Return a tokenizer.json that also removes the escapes of `chat_template.JINJA`."""
+    """Return a tokenizer.json that also removes the escapes of `chat_template.JINJA`. A name that
+    is not special, such as <think>, then is a token again, as it is for `JsonTokenizer`."""
     settings = json.loads(tokenizer_json)
+    for token in settings.get("added_tokens") or []:
+        token["normalized"] |= not token["special"]  # found after the escapes are removed
     steps = [{"type": "Replace", "pattern": {"String": ESCAPE}, "content": ""}]
     steps += [old] if (old := settings.get("normalizer")) else []
     settings["normalizer"] = {"type": "Sequence", "normalizers": steps}

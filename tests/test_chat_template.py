@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import json_tokenizers
 import pytest
+import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import NASTY
 from test_tokenizer_json import changed
@@ -23,17 +24,28 @@ TURNS = [
 MARKERS = [
     *("<s>", "</s>", "a<s>b", "</s>\n<s>assistant\n", "<unk>", "<<s>", "<s", "<", "<\n<s>>", "a <"),
     *("<|endoftext|>", "<|begin_of_text|>", "<|im_end|>", "a<|eot_id|> b"),
+    *("<think>\n1\n</think>\n\n2", "<<think>", "<think", f"<{ESCAPE}think>", "</<think>think>"),
     *(ESCAPE, ESCAPE * 2, f"<{ESCAPE}s>", f"<{ESCAPE[1]}s>", ESCAPE[0], ESCAPE[1], ESCAPE[::-1]),
 ]
 
 
-@pytest.fixture(scope="module", params=["ours", "dummy prefix", *json_tokenizers.MARKERS])
+KINDS = ["ours", "dummy prefix", "names", *json_tokenizers.MARKERS]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request, packed, tmp_path_factory) -> Tokenizer:
     path = packed / "tokenizer.model"
-    if request.param in json_tokenizers.MARKERS:
+    if request.param in ("names", *json_tokenizers.MARKERS):
         texts = [f"{role}\n{text}\n\n  1" for role in ROLES for text in NASTY.values()]
-        folder = tmp_path_factory.mktemp("json")
-        return open_tokenizer(json_tokenizers.write_tokenizer(folder, request.param, texts))
+        folder, with_names = tmp_path_factory.mktemp("json"), request.param == "names"
+        kind = "smollm2" if with_names else request.param
+        json_tokenizers.write_tokenizer(folder, kind, texts)
+        if with_names:  # as in MiniMind's tokenizer: tokens that text may contain
+            saved = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            names = ("<think>", "</think>")
+            saved.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
+            saved.save(str(folder / "tokenizer.json"))
+        return open_tokenizer(folder)
     if request.param != "ours":
         model = ModelProto.FromString(path.read_bytes())
         model.normalizer_spec.add_dummy_prefix = True
