@@ -109,7 +109,10 @@ class JsonTokenizer(Tokenizer):
             raise UsageError(f"{path}: not a tokenizer.json ({error})") from error
         kinds = (type(self._model.model), type(self._model.decoder))
         if kinds != (models.BPE, decoders.ByteLevel):
-            raise UsageError(f"{path}: only byte-level BPE can be read")
+            remedy = (
+                "pass --tokenizer FOLDER/tokenizer.model, the SentencePiece file, if there is one"
+            )
+            raise UsageError(f"{path}: only byte-level BPE can be read: {remedy}")
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # encode the names of markers as text

@@ -82,14 +82,24 @@ def import_weights(
         if tokenizer or path.exists():
             copied = f"tokenizer {open_tokenizer(path).path}"
             copy_tokenizer(path, folder)
-        markers = source / MARKERS_FILE  # has JINJA if scripts.export_hf wrote a chat model
-        if markers.exists() and read_json(markers).get("chat_template") == JINJA:
+        template = _chat_template(source)
+        if template == JINJA:
             (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
+        elif template:
+            copied += ", without its chat template, which is not that of scripts.export_hf"
     shown = (
         f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed)}"
         for name in ("n_heads", *DEFAULTS)
     )
     return f"{out}: weights of {source}, {copied}\n{', '.join(shown)}"
+
+
+def _chat_template(source: Path) -> str | None:
+    """Return the chat template of a Hugging Face folder: a file, or a key of MARKERS_FILE."""
+    file, markers = source / TEMPLATE_FILE, source / MARKERS_FILE
+    if file.exists():  # newer versions of transformers write it
+        return file.read_text(encoding="utf-8").strip()
+    return read_json(markers).get("chat_template") if markers.exists() else None
 
 
 def is_import(folder: Path) -> bool:

@@ -138,6 +138,29 @@ def test_a_chat_model_is_exported_with_the_chat_template(weights, exported, tmp_
         assert load_trained(str(tmp_path / name)).chats == (name == "chats")
 
 
+def test_an_export_that_transformers_saved_again_is_imported_with_its_tokenizer_model(
+    weights, exported, tmp_path, refusal, capsys
+):
+    chat, again = shutil.copytree(weights, tmp_path / "chat"), tmp_path / "again"
+    (chat / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
+    export_hf.main([str(chat), str(tmp_path / "hf")])
+    for kind in (AutoModelForCausalLM, AutoTokenizer):  # as TRL and PEFT save a model
+        kind.from_pretrained(tmp_path / "hf").save_pretrained(again)
+    line = refusal(import_weights, again, tmp_path / "out")
+    assert "again/tokenizer.json: only byte-level BPE" in line
+    assert "pass --tokenizer FOLDER/tokenizer.model" in line
+    flags = ["--tokenizer", str(tmp_path / "hf" / "tokenizer.model")]
+    import_weights.main([str(again), str(tmp_path / "mine"), *flags])
+    imported = load_trained(str(tmp_path / "mine"))
+    assert imported.chats
+    assert imported.tokenizer.encode("1 + 1") == load_trained(str(chat)).tokenizer.encode("1 + 1")
+    assert "chat template" not in capsys.readouterr().out
+    (again / TEMPLATE_FILE).write_text("{{ messages }}")
+    import_weights.main([str(again), str(tmp_path / "other"), *flags])
+    assert "without its chat template" in capsys.readouterr().out
+    assert not load_trained(str(tmp_path / "other")).chats
+
+
 def test_a_tokenizer_that_cannot_be_converted_is_refused_and_can_be_left_out(
     weights, tmp_path, refusal
 ):
