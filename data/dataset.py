@@ -1,6 +1,7 @@
 """PyTorch datasets of prepared data."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class TokenStream(Dataset):
     every_target_counts: bool  # True if no target is IGNORE_INDEX
     lengths: np.ndarray | None = None  # number of targets of each sample; None: always seq_len
     n_first: int = 0  # samples 0 to n_first - 1 are the first segmentation; 0: all are alike
+    segmentations: int = 1  # ways in which the samples hold the same text
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder = Path(folder)
@@ -60,6 +62,11 @@ class TokenStream(Dataset):
         files = self._part["shards"] + answers
         hashes = "".join(file["sha256"] for file in files)
         return hashlib.sha256(hashes.encode()).hexdigest()[:16]
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Number of samples in one pass over the text, whatever the number of segmentations."""
+        return math.ceil(len(self) / self.segmentations)
 
     @property
     def tokens_per_sample(self) -> float:
@@ -93,6 +100,8 @@ class PackedDataset(TokenStream):
         if len(self) < 1:
             reason = f"the {split} split has {self.n_tokens} tokens, a sequence needs {seq_len + 1}"
             raise NothingFitsError(f"{folder}: {reason}: use other text or a shorter --max_seq_len")
+        made_from = self.description.get("prepared_from", {})
+        self.segmentations = made_from.get("segmentations") or 1
         first = self._part.get("first_tokens", 0)  # older data mixes the segmentations
         self.n_first = first // seq_len if first < self.n_tokens else 0
 

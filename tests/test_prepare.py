@@ -1,6 +1,7 @@
 """`prepare` finds the shape, data and weights of a run by flags like --init_from and --teacher."""
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -15,6 +16,8 @@ from small_model import save_model
 from test_conversation_set import conversation, make_set
 
 from common.errors import ReportedError, UsageError
+from data.packing import PackingOptions
+from data.packing import prepare as prepare_data
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
@@ -134,6 +137,26 @@ def test_init_from_takes_a_checkpoint_or_a_run_folder_too(packed, tmp_path):
         found = prepared("", packed, given)
         assert (found.source.path, found.config.dim) == (checkpoint, 48)
         assert torch.equal(found.source.load().norm.weight, model.norm.weight)
+
+
+def test_an_epoch_is_one_pass_over_a_text_in_several_segmentations(corpus, tmp_path):
+    data, options = tmp_path / "data", PackingOptions(400, 0.1, 1, False, segmentations=3)
+    prepare_data([str(corpus)], data, options, progress=lambda n_bytes: None)
+    typed = "--epochs 2 --max_seq_len 24 --run_name a"
+    found = prepared(typed, data)
+    stored, passed = len(found.train_set), math.ceil(len(found.train_set) / 3)
+    assert (found.samples_per_epoch, found.total_steps) == (passed, math.ceil(2 * passed / 8))
+    # Checkpoints of older versions say nothing about an epoch: it is all that is stored.
+    older = {k: v for k, v in found.identity.items() if k != "samples_per_epoch"}
+    for identity, samples in ((found.identity, passed), (older, stored)):
+        run = RunFolder(data / "runs" / "a")
+        state = {"step": 1, "optimizer_step": 1, "processes": 1, "identity": identity}
+        state["model"] = found.config.to_dict()
+        write_checkpoint(run, {name: {} for name in (WEIGHTS, OPTIMIZER, RANDOM)}, state)
+        again = prepared(f"{typed} --resume auto", data)
+        assert again.start.checkpoint
+        assert (again.samples_per_epoch, again.identity) == (samples, identity)
+        assert again.total_steps == math.ceil(2 * samples / 8)
 
 
 def test_a_validation_split_without_a_fitting_row_gives_no_validation_set(tmp_path, packed):

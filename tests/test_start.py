@@ -1,6 +1,7 @@
 """Warnings before training, with amounts of memory that the tests set. main(argv) restores signal
 handlers, sys.argv and the environment when it returns."""
 
+import math
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ from accelerate import Accelerator
 from conftest import TINY
 
 from common.numbers import memory
+from data.dataset import PackedDataset
+from data.packing import PackingOptions, prepare
 from model import LMConfig
 from storage.checkpoint import read_state
 from storage.folder import RunFolder, lock
@@ -207,6 +210,18 @@ def test_compiled_code_of_one_call_is_dropped_before_the_next():
         with start.notebook_process(["program"]):
             torch.compile(double, backend=backend)(torch.ones(3))
     assert len(compiled) == 2
+
+
+def test_the_start_block_counts_one_pass_over_a_text_in_several_segmentations(
+    flags, corpus, tmp_path, capsys
+):
+    options = PackingOptions(400, val_fraction=0, workers=1, skip_bad_lines=False, segmentations=3)
+    prepare([str(corpus)], tmp_path / "data", options, progress=lambda n_bytes: None)
+    main(flags("a", "--data", str(tmp_path / "data")))
+    block = capsys.readouterr().out
+    n = math.ceil(len(PackedDataset(tmp_path / "data", "train", 32)) / 3)
+    assert f" tokens, {n:,} sequences in 3 segmentations, 32 tokens each" in block
+    assert f"steps: 2 ({2 * 8 / n:.2f} epochs)" in block
 
 
 def test_main_saves_and_returns_after_an_interrupt_and_prints_the_resume_command(

@@ -228,13 +228,11 @@ class Dial:
     def task(self, seconds: float) -> recipe.Task:
         """Describe the data of a run with `seconds` for steps and validations."""
         args, data, val = self.prepared.args, self.prepared.train_set, self.prepared.val_set
-        copies = data.description.get("prepared_from", {}).get("segmentations") or 1
-        most = MOST_PASSES_SEGMENTED if copies > 1 else MOST_PASSES
+        most = MOST_PASSES_SEGMENTED if data.segmentations > 1 else MOST_PASSES
         samples = min(len(val), args.eval_samples or len(val)) if val else 0
         return recipe.Task(
             seconds=seconds,
-            tokens=len(data) * data.tokens_per_sample / copies,
-            copies=copies,
+            tokens=data.samples_per_epoch * data.tokens_per_sample,
             most_passes=MOST_PASSES_CHAT if self.talks else most,
             validation_tokens=samples * data.tokens_per_sample,
             sequences=CHAT_BATCH * self.processes if self.talks else None,

@@ -55,6 +55,11 @@ class Prepared:
     total_steps: int  # of the whole run
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one pass over the text. Older versions counted all segmentations as a pass."""
+        return self.identity.get("samples_per_epoch", len(self.train_set))
+
+    @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token: forward and backward, and the forward pass of a teacher."""
         length = self.train_set.tokens_per_sample
@@ -114,12 +119,16 @@ def prepare(
         filled = replace(filled, teacher=str(teacher.source.path))
     train_set, val_set, shapes, sha256 = on_every_process(engine, open_data)
     identity = run_identity(train_set, filled, processes, sha256)
+    is_older = start.checkpoint and "samples_per_epoch" not in start.state["identity"]
+    if train_set.segmentations > 1 and not is_older:  # else a pass reads all segmentations
+        identity["samples_per_epoch"] = train_set.samples_per_epoch
     if engine:
         flags = {f"--{k}": v for k, v in vars(args).items() if k not in OF_A_MACHINE}
         facts = {"engine": engine.name} | flags | shapes.config.to_dict() | identity
         require_the_same(engine, facts | (engine.deepspeed or {}))
     if start.checkpoint:
         filled, identity = resumed_arguments(start, filled, shapes, identity, processes)
+    per_epoch = identity.get("samples_per_epoch", len(train_set))
     return Prepared(
         args=filled,
         start=start,
@@ -130,7 +139,7 @@ def prepare(
         config=shapes.config,
         shapes=shapes,
         identity=identity,
-        total_steps=filled.total_steps(len(train_set), processes),
+        total_steps=filled.total_steps(per_epoch, processes),
     )
 
 

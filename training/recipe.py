@@ -36,7 +36,6 @@ class Task:
     seconds: float  # for training steps and validations
     tokens: float  # training tokens of one pass over the text
     most_passes: float  # more passes would only memorise the text
-    copies: int = 1  # segmentations of the text in an epoch, see data/encoding.py
     validation_tokens: float = 0  # tokens of one validation
     sequences: float | None = None  # about so many per step of all processes; None: tokens decide
     processes: int = 1
@@ -124,7 +123,7 @@ def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
     accumulation = typed.get("accumulation_steps", max(1, round(batch / together)))
     steps = max(1, int(tokens / together / accumulation))
     if "epochs" in typed:
-        steps = math.ceil(typed["epochs"] * task.copies * task.tokens / together / accumulation)
+        steps = math.ceil(typed["epochs"] * task.tokens / together / accumulation)
     steps = typed.get("max_steps", steps)
     tokens = steps * accumulation * together
     return Plan(model, seconds * accumulation, accumulation, steps, tokens, tokens / task.tokens)

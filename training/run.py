@@ -212,7 +212,7 @@ class Run:
         None. Raises UsageError after --max_bad_steps steps in a row with a non-finite gradient."""
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
-        epoch = step * self.samples_per_step / len(self.prepared.train_set)
+        epoch = step * self.samples_per_step / self.prepared.samples_per_epoch
         self.log.end_step(step, self.learning_rate(step), grad_norm, epoch)
         if profile:
             self.log.profile(step, *profile)

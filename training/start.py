@@ -204,10 +204,14 @@ def start_block(run: Run) -> str:
     lora, checkpoint = prepared.shapes.lora, prepared.start.checkpoint
     origin = f"{prepared.source.path}, with a new optimizer" if prepared.source else "scratch"
     rows, read = "sequences", f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
+    if (n := prepared.samples_per_epoch) < len(data):
+        ways = f"{n:,} sequences in {data.segmentations} segmentations"
+        read = f"{data.n_tokens:,} tokens, {ways}, {data.seq_len} tokens each"
     if data.lengths is not None:
         rows, read = "conversations", data.summary
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,} {rows}"
+    epochs = rate.total_steps * batch / prepared.samples_per_epoch
     hint = without_engine(engine.kind, run.work)
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
@@ -254,7 +258,7 @@ def start_block(run: Run) -> str:
         "global batch": f"{batch:,} sequences = {batch * data.tokens_per_sample:,.0f} tokens per "
         f"step ({args.batch_size} × {args.accumulation_steps} accumulation × {engine.processes} "
         "processes)",
-        "steps": f"{rate.total_steps:,} ({rate.total_steps * batch / len(data):.2f} epochs), "
+        "steps": f"{rate.total_steps:,} ({epochs:.2f} epochs), "
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
         f"{rate.schedule}",
         "memory": f"about {memory(expected.peak)} per process expected{offloaded}, plus "
