@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import socket
 
 import openai
@@ -10,8 +11,10 @@ from conftest import SAFETY_NET_SECONDS, wait_for
 from live_server import LiveServer
 from starlette.testclient import TestClient
 
+from data.chat_template import encode_chat_prompt
+from data.conversations import Turn
 from inference.sampling import Sampling
-from inference.server.app import Served, make_app
+from inference.server.app import OncePerKind, Served, make_app
 from scripts.serve import LOCAL
 
 LONG, SHORT = 1 << 16, 100  # contexts in tokens: no text fills LONG, a long question fills SHORT
@@ -54,6 +57,8 @@ def expected(server) -> str:
 
 def test_a_chat_answer_is_the_continuation_of_the_template(client, server, expected):
     idle = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "stop": None, "user": "me"}
+    idle |= {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium"}
+    idle |= {"reasoning_effort": "none", "prediction": {"type": "content", "content": "2"}}
     answer = client.chat.completions.create(**REQUEST, max_tokens=20, tools=[], **idle)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected)
@@ -93,6 +98,28 @@ def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
     choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     assert "".join(choice.text for choice in choices) == whole.partition(stop)[0]
     assert choices[-1].finish_reason == "stop"
+
+
+def test_an_empty_answer_of_the_server_may_stand_in_the_history(client, server):
+    said = [*HELLO, {"role": "assistant", "content": "", "refusal": None}, *HELLO]
+    request = REQUEST | {"messages": said, "max_tokens": 5, "temperature": 0}
+    answer = client.chat.completions.create(**request)
+    turns = [Turn(turn["role"], turn["content"]) for turn in said]
+    assert answer.usage.prompt_tokens == len(encode_chat_prompt(server.tokenizer, turns))
+
+
+def test_a_failure_that_repeats_is_one_line_and_a_fault_keeps_its_traceback(caplog):
+    logger = logging.getLogger("of this test")
+    logger.addFilter(OncePerKind())
+    for _ in range(300):
+        for error in (OSError(24, "Too many open files"), KeyError("a"), TypeError("b")):
+            logger.error("accept failed\nsocket: %d", 3, exc_info=error)
+        logger.warning("Exceeded concurrency limit.")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "accept failed: [Errno 24] Too many open files (shown once)"
+    assert lines[1:3] == ["accept failed (shown once) socket: 3"] * 2
+    assert lines[3:] == ["Exceeded concurrency limit. (shown once)"]
+    assert [bool(record.exc_info) for record in caplog.records] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -157,6 +184,7 @@ TURN = {"role": "user", "content": "1"}
 ANSWER = {"role": "assistant", "content": "2"}
 PICTURE = {"role": "user", "content": [{"type": "image_url"}]}
 BROKEN = {"role": "user", "content": "\ud800"}  # half a character
+FORMAT = "response_format"
 REFUSED = [  # path, body, status, the wrong parameter, words of the message
     (CHAT, {"messages": []}, 400, "messages", "at least 1"),
     (CHAT, {"messages": [TURN | {"role": "robot"}]}, 400, "messages", "robot"),
@@ -165,6 +193,15 @@ REFUSED = [  # path, body, status, the wrong parameter, words of the message
     (CHAT, {"messages": [TURN | {"content": LONG_TEXT}]}, 400, None, "fills the context"),
     (CHAT, {"messages": [TURN], "temperature": -1}, 400, "temperature", "at least 0 and finite"),
     (CHAT, {"messages": [TURN], "n": 2}, 400, "n", "should be 1"),
+    (
+        CHAT,
+        {"messages": [TURN], "response_format": {"type": "json_object"}},
+        400,
+        FORMAT,
+        "not per",
+    ),
+    (CHAT, {"messages": [TURN], "modalities": ["text", "audio"]}, 400, "modalities", "not perm"),
+    (COMPLETIONS, {"prompt": "1", "best_of": 2}, 400, "best_of", "not permitted"),
     (CHAT, {"messages": [TURN], "tools": [{}]}, 400, "tools", "not permitted"),
     (CHAT, {"messages": [TURN], "temprature": 1}, 400, "temprature", "not permitted"),
     (CHAT, {"messages": [TURN], "model": "gpt-5"}, 404, "model", "gpt"),

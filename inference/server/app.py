@@ -3,6 +3,7 @@
 import asyncio
 import html
 import json
+import logging
 import socket
 import time
 import uuid
@@ -216,6 +217,25 @@ def bind(host: str, port: int) -> socket.socket:
         raise UsageError(f"--host {host} --port {port}: {error}") from error
 
 
+class OncePerKind(logging.Filter):
+    """Let the first message of each kind pass. Clients could repeat a failure until a disk is full,
+    such as by opening connections. A message about the system is one line, without a traceback."""
+
+    def __init__(self):
+        super().__init__()
+        self._seen = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        line, _, more = record.getMessage().partition("\n")
+        if isinstance(error, OSError):
+            line, more, record.exc_info = f"{line}: {error}", "", None
+        record.msg, record.args = f"{line} (shown once) {more}".rstrip(), ()
+        is_new = (line, type(error)) not in self._seen
+        self._seen.add((line, type(error)))
+        return is_new
+
+
 class Server(uvicorn.Server):
     """An HTTP server that runs until SIGINT or SIGTERM. Unfinished answers then fail."""
 
@@ -223,6 +243,9 @@ class Server(uvicorn.Server):
         limits = {"limit_concurrency": 128, "timeout_graceful_shutdown": 5}  # connections, seconds
         super().__init__(uvicorn.Config(make_app(served), log_level="warning", ws="none", **limits))
         self._worker = served.worker
+        once = OncePerKind()
+        for name in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name).addFilter(once)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._worker.close()  # all waiting clients get an error

@@ -17,14 +17,22 @@ from inference.sampling import Sampling
 
 # Ignored fields: they do not change an answer, or only if the request has tools (refused).
 WITHOUT_EFFECT = (  # noqa: SIM905
-    "include_obfuscation metadata name parallel_tool_calls prompt_cache_key safety_identifier "
-    "service_tier store tool_choice user"
+    "function_call include_obfuscation metadata name parallel_tool_calls prediction "
+    "prompt_cache_key prompt_cache_retention safety_identifier service_tier store tool_choice user"
 ).split()
+# Values that ask for what this server does anyway; with another value, the field is refused.
+WITHOUT_CHANGE = {
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "best_of": 1,
+    "reasoning_effort": "none",
+    "verbosity": "medium",
+}
 
 
 class Form(BaseModel):
-    """A JSON object. Fields that are null, and unknown fields that are 0, false or empty, are
-    ignored."""
+    """A JSON object. Fields that are null, and unknown fields that are 0, false, empty or in
+    WITHOUT_CHANGE, are ignored."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -34,7 +42,8 @@ class Form(BaseModel):
         if not isinstance(body, dict):
             return body
         given = {k: v for k, v in body.items() if v is not None and k not in WITHOUT_EFFECT}
-        return {key: value for key, value in given.items() if key in cls.model_fields or value}
+        idle = {k for k, v in given.items() if not v or v == WITHOUT_CHANGE.get(k)}
+        return {k: v for k, v in given.items() if k in cls.model_fields or k not in idle}
 
 
 class StreamOptions(Form):
