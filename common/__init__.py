@@ -1,4 +1,4 @@
-"""Code that all programs share: one-line errors, the parser, numbers, atomic files."""
+"""Code that all programs share: one-line errors, the parser, numbers, atomic files, signals."""
 
 import io
 import locale
@@ -6,8 +6,11 @@ import sys
 from contextlib import suppress
 
 from common.errors import end_in_one_line
+from common.launcher import end_with_launcher
 
-sys.excepthook = end_in_one_line  # early: Ctrl-C may come while torch is imported
+# Early: Ctrl-C may come, and a launcher may end, while torch is imported.
+sys.excepthook = end_in_one_line
+end_with_launcher()
 if isinstance(sys.stdout, io.TextIOWrapper):  # false in a notebook, or if a shell closed stdout
     # A model may write characters that the terminal's encoding lacks: print them as \u escapes.
     sys.stdout.reconfigure(errors="backslashreplace")

@@ -12,19 +12,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from common.launcher import LAUNCHER_ENDED
 from training.engine.launch import Engine
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, LAUNCHER_ENDED)
 SAME_REQUEST_SECONDS = 2.0  # after Ctrl-C, terminal and launcher may both send a signal
 LIVES_ON = "PROCESS_LIVES_ON"  # environment variable: set if the process goes on after the run
 STOP_NOTE = "STOP_NOTE"  # environment variable: file to create when a stopped run is saved
 CHECKPOINT_WRITER = "checkpoint writer"  # name of a thread; `exit_rank` waits for it
 SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange; a signal's code is its number
+REASONS = {TIME_LIMIT: "the time limit", LAUNCHER_ENDED: "the end of its launcher"}
 
 
 class StopRequest:
     """Decide after each step whether all ranks stop or save. A signal more than 2 s after the first
-    ends the process, or the cell if it is SIGINT in a notebook. `time_limit` is in minutes."""
+    ends the process, or the cell if it is SIGINT in a notebook. LAUNCHER_ENDED never does so: a
+    launcher may end while its ranks save. `time_limit` is in minutes."""
 
     def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
         self.engine = engine
@@ -48,12 +51,13 @@ class StopRequest:
         self.time_to_save = code == SAVE
         if code <= SAVE:
             return None
-        return "the time limit" if code == TIME_LIMIT else signal.Signals(code).name
+        return REASONS.get(code) or signal.Signals(code).name
 
     def _on_signal(self, number: int, frame) -> None:
+        is_later = time.monotonic() - self._signalled_at > SAME_REQUEST_SECONDS
         if not self._signal:
             self._signal, self._signalled_at = number, time.monotonic()
-        elif time.monotonic() - self._signalled_at > SAME_REQUEST_SECONDS:
+        elif is_later and number != LAUNCHER_ENDED:
             if number == signal.SIGINT and LIVES_ON in os.environ:  # a notebook
                 raise KeyboardInterrupt
             os._exit(128 + number)

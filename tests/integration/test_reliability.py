@@ -5,6 +5,8 @@ import random
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from textwrap import indent
@@ -16,6 +18,7 @@ from conftest import (
     SAFETY_NET_SECONDS,
     Finished,
     Trained,
+    clean_environment,
     has_ended,
     kill_all,
     run_warm,
@@ -167,6 +170,24 @@ def test_when_a_rank_dies_the_others_stop_and_the_launcher_names_it(packed, tmp_
     assert all(map(has_ended, all_ranks))
     said = trainer.said("run")
     assert "rank      : 0 (local_rank: 0)\n  exitcode  : -9" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells processes that this happened")
+def test_when_the_launcher_is_killed_its_ranks_save_and_end(packed, tmp_path):
+    """Not with warm ranks: they are told by a program's first import."""
+    trainer = Trainer(tmp_path, packed, "ddp", 2, ENDLESS)
+    log = tmp_path / "run.log"
+    with open(log, "w") as output:
+        command, environ = trainer.command("run"), clean_environment()
+        launcher = subprocess.Popen(command, cwd=REPOSITORY, env=environ, stdout=output)
+    wait_for(lambda: "step 5/" in trainer.said("run"), launcher)
+    all_ranks = tree_of(launcher.pid)[1:]
+    launcher.kill()
+    launcher.wait(SAFETY_NET_SECONDS)
+    wait_for(lambda: all(map(has_ended, all_ranks)))
+    step = int((tmp_path / "run/checkpoints/latest").read_text().strip()[5:])
+    said = f"stopped by the end of its launcher after step {step}, saved; to go on:\n"
+    assert said in trainer.said("run")
 
 
 def injected(tmp_path: Path, statements: str) -> str:
