@@ -100,9 +100,9 @@ def parse_conversation(value: dict, where: str) -> list[Turn]:
             raise UsageError(f"{where}: turn {number} is an empty answer")
     if not any(turn.counts for turn in turns):
         raise UsageError(f"{where}: no answer of the assistant counts in the loss")
+    read = {key: value[key] for key in (*used, SYSTEM) if key in value}
     for key, other in value.items():
-        is_read = key in (*used, SYSTEM) or not matters(key, other)
-        if not is_read and not _is_copy(other, turns, value, used):
+        if key not in read and matters(key, other) and not _is_copy(other, read, turns):
             raise not_understood(key, where)
     return turns
 
@@ -186,16 +186,14 @@ def _listed_turns(turns: object, where: str) -> list[Turn]:
     raise UsageError(f"{where}: expected {form}, not {_shown(turns)}")
 
 
-def _is_copy(other: object, turns: list[Turn], value: dict, used: Iterable[str]) -> bool:
-    """Return True if each text of `other` stands in a turn, or holds all texts that are read."""
-    said = [turn.content for turn in turns]
-    read = [value[key] for key in used if isinstance(value.get(key), str)] or said
-    texts = [other] if isinstance(other, str) else []
-    with suppress(UsageError):
-        texts = texts or [str(turn.content) for turn in _listed_turns(other, "")]
-    stand_in = (any(text.strip() in turn for turn in said) for text in texts)
-    hold_all = (all(part.strip() in text for part in read) for text in texts)
-    return bool(texts) and all(a or b for a, b in zip(stand_in, hold_all, strict=True))
+def _is_copy(other: object, read: dict, turns: list[Turn]) -> bool:
+    """Return True for a value that is read under another key, or a text that stands in a turn or
+    holds all texts that are read, as Alpaca's "prompt" may."""
+    if not isinstance(other, str):
+        return other in read.values()
+    texts = [text for text in read.values() if isinstance(text, str)]
+    holds_all = len(texts) > 1 and all(text.strip() in other for text in texts)
+    return holds_all or any(other.strip() in turn.content for turn in turns)
 
 
 def _turn(said: dict, where: str) -> Turn:

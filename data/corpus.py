@@ -78,7 +78,7 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     path = Path(source)
     if not path.exists():
         raise UsageError(f"{source}: no such file or folder")
-    paths = [str(path)] if path.is_file() else files_below(path, hidden=False)
+    paths = [str(path)] if path.is_file() else all_files(path, hidden=False)
     files = [each for each in paths if suffix_of(each) in suffixes]
     if not files:
         kinds = ", ".join(suffixes)
@@ -86,7 +86,7 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     return files
 
 
-def files_below(folder: Path, *, hidden: bool) -> list[str]:
+def all_files(folder: Path, *, hidden: bool) -> list[str]:
     """Return the files in a folder and its subfolders, sorted. Without `hidden`, leave out names
     that begin with a dot: caches and second copies, such as .ipynb_checkpoints."""
     names = (path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file())

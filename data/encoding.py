@@ -66,21 +66,21 @@ def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) 
     """Encode records of `kind`, text or conversations, with the tokenizer at `path`.
     Each text is split into pieces in `segmentations` ways; all except the first are random."""
     tokenizer = _loaded(path)
-    texts, documents, bad = {}, [], []  # `texts`: index of a record in the batch → its text
-    for i, record in enumerate(batch):
+    texts, documents, bad = [], [], []
+    for record in batch:
         try:
             if kind == TEXT:
-                texts[i] = parse(record)
+                texts.append((record.place, parse(record)))
             else:
                 turns = parse_conversation(load_json(record), record.place)
                 documents.append(_conversation(tokenizer, turns, record.place))
         except UsageError as error:
             bad.append(str(error))
-    texts = {i: text for i, text in texts.items() if text}
-    encoded = tokenizer.encode_batch(list(texts.values())) if texts else []
-    for (i, text), ids in zip(texts.items(), encoded, strict=True):
+    texts = [(place, text) for place, text in texts if text]
+    encoded = tokenizer.encode_batch([text for _, text in texts])
+    for (place, text), ids in zip(texts, encoded, strict=True):
         if change := tokenizer.change(text, ids):
-            bad.append(f"{batch[i].place}: {change}")
+            bad.append(f"{place}: {change}")
         else:
             documents.append(_text(tokenizer, text, ids, segmentations))
     return Encoded(documents, bad, sum(len(record.raw) for record in batch))

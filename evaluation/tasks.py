@@ -11,15 +11,7 @@ from common.errors import UsageError
 from common.numbers import counted, progress_bar
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
-from data.corpus import (
-    JSONL,
-    TEXT_COLUMN,
-    find_files,
-    load_json,
-    parquet_rows,
-    read_records,
-    suffix_of,
-)
+from data.corpus import TEXT_COLUMN, find_files, load_json, parquet_rows, read_records, suffix_of
 from data.dataset import ConversationSet, PackedDataset
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
@@ -76,7 +68,7 @@ def detect_task(data: str, text_column: str | None = None) -> str:
     with suppress(StopIteration, AttributeError, UsageError):  # scoring reports a bad first line
         if suffix_of(path) == ".parquet":
             keys = next(parquet_rows(path, (column, *CONVERSATION_KEYS))).keys()
-        elif suffix_of(path) in JSONL:
+        elif suffix_of(path).startswith(".jsonl"):
             keys = load_json(next(read_records([path]))).keys()
     if "question" in keys:
         return "choice"

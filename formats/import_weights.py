@@ -82,8 +82,11 @@ def import_weights(
         if tokenizer or path.exists():
             copied = f"tokenizer {open_tokenizer(path).path}"
             copy_tokenizer(path, folder)
-        template = _chat_template(source)
-        if template == JINJA:
+        file, markers = source / TEMPLATE_FILE, source / MARKERS_FILE
+        template = read_json(markers).get("chat_template") if markers.exists() else None
+        if file.exists():  # newer versions of transformers write the template here
+            template = file.read_text(encoding="utf-8").strip()
+        if template == JINJA:  # scripts.export_hf has written a chat model
             (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
         elif template:
             copied += ", without its chat template, which is not that of scripts.export_hf"
@@ -92,14 +95,6 @@ def import_weights(
         for name in ("n_heads", *DEFAULTS)
     )
     return f"{out}: weights of {source}, {copied}\n{', '.join(shown)}"
-
-
-def _chat_template(source: Path) -> str | None:
-    """Return the chat template of a Hugging Face folder: a file, or a key of MARKERS_FILE."""
-    file, markers = source / TEMPLATE_FILE, source / MARKERS_FILE
-    if file.exists():  # newer versions of transformers write it
-        return file.read_text(encoding="utf-8").strip()
-    return read_json(markers).get("chat_template") if markers.exists() else None
 
 
 def is_import(folder: Path) -> bool:

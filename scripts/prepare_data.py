@@ -16,15 +16,7 @@ from common.errors import UsageError, one_line_errors, stop_in_order
 from common.numbers import available_cores, counted, progress_bar, size
 from common.parser import OneLineParser
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from data.corpus import (
-    BUILTIN,
-    SUFFIXES,
-    TEXT_COLUMN,
-    files_below,
-    find_files,
-    suffix_of,
-    text_size,
-)
+from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, all_files, find_files, suffix_of, text_size
 from data.packing import PackingOptions, defaults_for, prepare
 from data.prepared import default_out, find_prepared
 from data.shards import CONVERSATIONS, TEXT
@@ -82,7 +74,7 @@ def report(
     speed = f"{size(n_bytes / seconds)}/s with --workers {options.workers}"
     lines = [f"{size(n_bytes)} of {kind} in {seconds:.1f} s ({speed})"]
     if Path(source).is_dir():
-        ignored = sorted({*files_below(Path(source), hidden=True)} - {*files})
+        ignored = sorted({*all_files(Path(source), hidden=True)} - {*files})
         first = f", the first: {ignored[0]}" if ignored else ""
         lines.append(f"  read {counted(len(files), 'files')}, ignored {len(ignored):,}{first}")
     for name, split in splits.items():

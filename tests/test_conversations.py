@@ -131,6 +131,10 @@ DROPPED = {  # a row, and the key that may hold text or a mask
     "a mask of the row": (PAIR | {"train": False}, "train"),
     "an answer that TRL's KTO calls bad": (PAIR | {"label": False}, "label"),
     "a system prompt": (PAIR | {"system_prompt": "Use 2 digits."}, "system_prompt"),
+    "more than the system message": (
+        {"messages": DICTS[1:], "system": "Be brief.", "prompt": "Be brief. Be kind."},
+        "prompt",
+    ),
     "a part of the question": (PAIR | {"input": "in binary"}, "input"),
     "a context": ({"instruction": "1 + 1?", "output": "2", "context": "binary"}, "context"),
     "an answer beside the list": ({"messages": DICTS, "response": "3"}, "response"),

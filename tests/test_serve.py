@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from data.chat_template import encode_chat_prompt
 from data.conversations import Turn
 from inference.sampling import Sampling
-from inference.server.app import OncePerKind, Served, make_app
+from inference.server.app import Served, make_app, once_per_kind
 from scripts.serve import LOCAL
 
 LONG, SHORT = 1 << 16, 100  # contexts in tokens: no text fills LONG, a long question fills SHORT
@@ -110,7 +110,7 @@ def test_an_empty_answer_of_the_server_may_stand_in_the_history(client, server):
 
 def test_a_failure_that_repeats_is_one_line_and_a_fault_keeps_its_traceback(caplog):
     logger = logging.getLogger("of this test")
-    logger.addFilter(OncePerKind())
+    logger.addFilter(once_per_kind())
     for _ in range(300):
         for error in (OSError(24, "Too many open files"), KeyError("a"), TypeError("b")):
             logger.error("accept failed\nsocket: %d", 3, exc_info=error)

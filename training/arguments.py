@@ -66,9 +66,7 @@ class TrainingArguments:
     time_limit: float | None = setting(None, "minutes after which to save and stop", POSITIVE)
     num_workers: int = setting(0, "extra processes that read batches; 0: none", AT_LEAST_0)
 
-    epochs: int = setting(
-        1, "passes over the text or the conversations", AT_LEAST_1, group="training"
-    )
+    epochs: int = setting(1, "passes over the text or conversations", AT_LEAST_1, group="training")
     max_steps: int | None = setting(None, "steps of the run (default: from --epochs)", AT_LEAST_1)
     batch_size: int = setting(8, "sequences per process in one micro-batch", AT_LEAST_1)
     accumulation_steps: int = setting(1, "micro-batches per optimizer step", AT_LEAST_1)

@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,23 +217,22 @@ def bind(host: str, port: int) -> socket.socket:
         raise UsageError(f"--host {host} --port {port}: {error}") from error
 
 
-class OncePerKind(logging.Filter):
-    """Let the first message of each kind pass. Clients could repeat a failure until a disk is full,
-    such as by opening connections. A message about the system is one line, without a traceback."""
+def once_per_kind() -> Callable[[logging.LogRecord], bool]:
+    """Return a logging filter that lets each kind of message pass once, because clients can repeat
+    a failure until a disk is full. An error of the system becomes one line without a traceback."""
+    seen = set()
 
-    def __init__(self):
-        super().__init__()
-        self._seen = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
+    def is_new(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         line, _, more = record.getMessage().partition("\n")
         if isinstance(error, OSError):
             line, more, record.exc_info = f"{line}: {error}", "", None
         record.msg, record.args = f"{line} (shown once) {more}".rstrip(), ()
-        is_new = (line, type(error)) not in self._seen
-        self._seen.add((line, type(error)))
-        return is_new
+        n_seen = len(seen)
+        seen.add((line, type(error)))
+        return len(seen) > n_seen
+
+    return is_new
 
 
 class Server(uvicorn.Server):
@@ -243,9 +242,8 @@ class Server(uvicorn.Server):
         limits = {"limit_concurrency": 128, "timeout_graceful_shutdown": 5}  # connections, seconds
         super().__init__(uvicorn.Config(make_app(served), log_level="warning", ws="none", **limits))
         self._worker = served.worker
-        once = OncePerKind()
         for name in ("uvicorn.error", "asyncio"):
-            logging.getLogger(name).addFilter(once)
+            logging.getLogger(name).addFilter(once_per_kind())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._worker.close()  # all waiting clients get an error
