@@ -240,8 +240,13 @@ def read_llama_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a Hugging Face folder with our names and our order of rows."""
     config = read_llama_config(folder)
     weights, stacks, inert = {}, defaultdict(dict), inert_weights(config)
-    for part in sorted(folder.glob("model-*-of-*.safetensors")) or [folder / WEIGHTS_FILE]:
+    parts = sorted(folder.glob("model-*-of-*.safetensors")) or [folder / WEIGHTS_FILE]
+    if not parts[0].exists():  # as older versions of transformers, and MiniMind, write it
+        parts = sorted(folder.glob("pytorch_model*.bin")) or parts
+    for part in parts:
         for name, weight in load_tensors(part).items():
+            if not isinstance(weight, Tensor):
+                raise WeightsError(f"{part}: {name} is not a tensor")
             if not is_learned(name) or (name in inert and weight.shape == inert[name].shape):
                 continue
             ours = our_name(EXPERT.sub("", name), str(folder))

@@ -121,15 +121,7 @@ def _read_file(
 def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
     """Return the tensors of a file by names without PREFIX, and the settings in the file or in
     Meta's params.json next to the file. Raises WeightsError if a file cannot be used."""
-    try:
-        if path.suffix == ".safetensors":
-            content = load_tensors(path)
-        else:
-            content = dict(torch.load(path, "cpu", weights_only=True))
-    except (MemoryError, OSError, WeightsError):
-        raise
-    except Exception as error:  # a damaged pickle can raise any exception
-        raise WeightsError(f"{path}: not a state dict, or holds code, which is not run") from error
+    content = load_tensors(path)
     beside = path.with_name("params.json")
     said = read_json(beside) if beside.exists() else {}
     if isinstance(content.get("model"), dict):  # a training checkpoint, as in llama2.c

@@ -63,11 +63,18 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file. Raises WeightsError if it is missing or damaged."""
+    """Read a safetensors file, or a file of torch.save; code in it is not run. Raises WeightsError
+    if the file is missing or damaged. torch.save allows values that are not tensors."""
     try:
-        return load_file(path)
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return dict(torch.load(path, "cpu", weights_only=True))
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path.parent}: no readable weights ({error})") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise WeightsError(f"{path}: not a state dict, or holds code, which is not run") from error
 
 
 def load_config(folder: Path) -> LMConfig:

@@ -194,6 +194,22 @@ def test_a_source_that_does_not_exist_is_named_once(tmp_path, refusal, name):
     assert line == f"import_weights: error: {tmp_path / name}: no such file or folder"
 
 
+def test_a_folder_with_pytorch_model_bin_is_read_but_its_code_is_not_run(llama, tmp_path, refusal):
+    """Older versions of transformers write such files, in one part or in several."""
+    state = sorted(load_file(llama / "model.safetensors").items())
+    several = {"00001-of-00002": dict(state[:5]), "00002-of-00002": dict(state[5:])}
+    for name, parts in (("one", {"": dict(state)}), ("two", several)):
+        (tmp_path / name).mkdir()
+        shutil.copy(llama / "config.json", tmp_path / name)
+        for part, tensors in parts.items():
+            torch.save(tensors, tmp_path / name / f"pytorch_model{part and '-'}{part}.bin")
+        import_weights.main([str(tmp_path / name), str(tmp_path / f"{name}-out")])
+        assert_same_model(tmp_path / f"{name}-out", llama)
+    for value, says in ((Malicious(), "holds code, which is not run"), (2, "x is not a tensor")):
+        torch.save({"x": value}, tmp_path / "one" / "pytorch_model.bin")
+        assert says in refusal(import_weights, tmp_path / "one", tmp_path / "refused")
+
+
 def test_only_an_older_import_is_replaced_and_only_with_overwrite(llama, tmp_path, refusal):
     out = tmp_path / "out"
     import_weights.main([str(llama), str(out)])
