@@ -75,6 +75,10 @@ def test_a_process_that_waits_for_the_others_says_so_once(environ, monkeypatch, 
         ({"USE_DEEPSPEED": "true"}, BF16, "without a launcher"),
         ({"USE_CPU": "yes"}, BF16, "accelerate launch --cpu starts one process"),
         ({}, TrainingArguments(dtype="float32", tf32=True), "--tf32 needs an NVIDIA GPU"),
+        ({"DYNAMO_BACKEND": "INDUCTOR"}, BF16, "use --compile on"),
+        ({"DYNAMO_BACKEND": "eager", "USE_DEEPSPEED": "true"}, NAMED, "use --compile on"),
+        ({"DYNAMO_BACKEND": "NO", "DYNAMO_MODE": "default", "USE_FSDP": "true"}, BF16, "ENGINE=ze"),
+        ({"USE_PARALLELISM_CONFIG": "true"}, BF16, "ENGINE=zero2, or another file of configs/"),
     ],
 )
 def test_a_launch_that_cannot_work_is_refused_with_the_reason(environ, variables, args, named):

@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from common.errors import UsageError
+from training.arguments import TrainingArguments
 from training.engine import launcher_settings
+from training.engine.launch import set_launch_variables
 from training.engine.launcher_settings import (
     chosen_precision,
     reading_notes,
@@ -145,6 +147,18 @@ def test_accelerates_default_file_decides_the_precision(environ, tmp_path, monke
     name = "accelerate.commands.config.config_args.default_config_file"
     monkeypatch.setattr(name, str(path))
     assert chosen_precision(["--cpu"]) == "fp16"
+
+
+def test_a_dynamo_backend_that_accelerate_does_not_pass_on_to_deepspeed_is_refused(
+    environ, tmp_path
+):
+    path = tmp_path / "launch.yaml"
+    path.write_text("distributed_type: DEEPSPEED\ndynamo_config: {dynamo_backend: EAGER}\n")
+    for words in (["--use_deepspeed", "--dynamo_backend", "eager"], ["--config_file", str(path)]):
+        environ.pop("ACCELERATE_DYNAMO_BACKEND", None)
+        with_launcher_settings({}, words)
+        with pytest.raises(UsageError, match="dynamo_backend (eager|EAGER) .* use --compile on"):
+            set_launch_variables(TrainingArguments())
 
 
 def test_a_typed_precision_must_be_the_launchers(environ):

@@ -121,6 +121,9 @@ def test_flags_that_cannot_work_are_refused(flags, more, keyword, monkeypatch):
             "--accumulation_steps gives 1",
         ),
         ({"num_machines": 2}, "2 machines: set NUM_MACHINES"),
+        ({"dynamo_config": {"dynamo_backend": "EAGER"}}, "use --compile on"),
+        (DDP | {"dynamo_config": {"backend": "inductor"}}, "use --compile on"),
+        (DDP | {"distributed_type": "FSDP"}, "the launcher's engine FSDP is not supported"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(flags, config_file, changes, keyword):

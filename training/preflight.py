@@ -26,7 +26,12 @@ from storage.folder import read_settings
 from training.arguments import TrainingArguments, as_arguments, build_parser, flags_of
 from training.dial import Dial, fitting_shapes
 from training.engine.device import cpu_emulates_bf16, require_usable_gpu
-from training.engine.launch import check_precision, deepspeed_plugin, set_launch_variables
+from training.engine.launch import (
+    OTHER_ENGINES,
+    check_precision,
+    deepspeed_plugin,
+    set_launch_variables,
+)
 from training.engine.launcher_settings import with_launcher_settings
 from training.log import require_trackers
 from training.prepare import Prepared, prepare
@@ -54,6 +59,11 @@ def read_launch(config_file: str) -> bool:
             _, environ = launch.prepare_deepspeed_cmd_env(options)
             found = {k: v for k, v in environ.items() if k.startswith("ACCELERATE_")}
             os.environ.update(found | {"ACCELERATE_MIXED_PRECISION": "no"})
+        if options.dynamo_backend != "no":
+            os.environ["ACCELERATE_DYNAMO_BACKEND"] = str(options.dynamo_backend)
+        for name in OTHER_ENGINES:
+            if getattr(options, f"use_{name.lower()}"):
+                os.environ[f"ACCELERATE_USE_{name}"] = "true"
     except UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"Accelerate rejects {config_file}: {reason}") from error

@@ -32,6 +32,7 @@ BESIDE_NO_FILE = {
     *("offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device"),
     *("offload_param_nvme_path", "zero3_save_16bit_model"),
 }
+OTHER_ENGINES = ("FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")  # of `accelerate launch`
 FIRST_WAIT = 60  # seconds after which a line says that other processes are missing
 # DeepSpeed and Accelerate call deprecated functions of PyTorch. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -183,8 +184,16 @@ def set_launch_variables(*models: TrainingArguments) -> None:
     """Set the environment variables that `accelerate launch` sets for a DeepSpeed file.
 
     If several models train, a model without --deepspeed uses the launcher's DeepSpeed file.
-    Raises UsageError if --deepspeed contradicts the launcher, or if only some models use DeepSpeed.
+    Raises UsageError if --deepspeed contradicts the launcher, if only some models use DeepSpeed, or
+    if the launcher's settings would compile the model or divide it with another engine.
     """
+    if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
+        remedy = "leave out the launcher's setting, and use --compile on"
+        raise UsageError(f"dynamo_backend {backend} would compile the model as a whole: {remedy}")
+    for name in OTHER_ENGINES:
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
+            take = "use DeepSpeed or DDP: ENGINE=zero2, or another file of configs/"
+            raise UsageError(f"the launcher's engine {name} is not supported: {take}")
     if "LOCAL_SIZE" in os.environ:  # the name that DeepSpeed's launcher uses
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
     files = [args.deepspeed for args in models]

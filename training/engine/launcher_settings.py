@@ -123,7 +123,13 @@ def chosen_precision(words: list[str]) -> str | None:
 
         options = launch_command_parser().parse_args([*words, "program"])
         file = options.config_file or (Path(default_config_file).is_file() and default_config_file)
-        chosen = options.mixed_precision or (file and load_config_from_file(file).mixed_precision)
+        config = load_config_from_file(file) if file else None
+        chosen = options.mixed_precision or (config and config.mixed_precision)
+        backend = options.dynamo_backend or (config and config.dynamo_config.get("dynamo_backend"))
+        if (
+            backend
+        ):  # Accelerate does not pass it on to DeepSpeed; `set_launch_variables` refuses it
+            os.environ["ACCELERATE_DYNAMO_BACKEND"] = backend
     elif chosen == "no":
         return None
     if chosen and chosen not in DTYPES:
