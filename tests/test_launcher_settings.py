@@ -157,7 +157,7 @@ def test_a_dynamo_backend_that_accelerate_does_not_pass_on_to_deepspeed_is_refus
     for words in (["--use_deepspeed", "--dynamo_backend", "eager"], ["--config_file", str(path)]):
         environ.pop("ACCELERATE_DYNAMO_BACKEND", None)
         with_launcher_settings({}, words)
-        with pytest.raises(UsageError, match="dynamo_backend (eager|EAGER) .* use --compile on"):
+        with pytest.raises(UsageError, match=r"dynamo_backend (eager|EAGER) .* use --compile on"):
             set_launch_variables(TrainingArguments())
 
 
