@@ -9,7 +9,7 @@ pretraining run) also reads each micro-batch, and the loss also compares the mod
 from training.arguments import DistillationArguments
 from training.distillation_loss import distillation_loss
 from training.run import Run
-from training.start import run_program
+from training.set_up import run_program
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(run: Run) -> None:
     """Train from the run's first step to its last, then write the results."""
     args, compiled = run.args, run.work.compiled
-    vocab_size = run.prepared.train_set.vocab_size
+    vocab_size = run.inputs.train_set.vocab_size
     for step in run.steps():
         run.begin(step)  # learning rate
         for batch in run.micro_batches():

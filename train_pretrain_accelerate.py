@@ -8,7 +8,7 @@ step is an optimizer step. A micro-batch is the sequences of one forward pass on
 
 from training.arguments import TrainingArguments
 from training.run import Run
-from training.start import run_program
+from training.set_up import run_program
 
 
 def main(argv: list[str] | None = None) -> None:

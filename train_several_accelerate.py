@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import ClassVar
 
 from common.errors import UsageError, reason
+from engine.launcher_settings import with_launcher_settings
 from model.config import setting
 from report.page import try_to_write_report
 from storage.checkpoint import damage
 from storage.folder import RunFolder, claim, step_of
-from training.arguments import TrainingArguments, as_arguments, build_parser
+from training.arguments import TrainingArguments, as_arguments, as_words, build_parser
 from training.build import random_state, restore_random
-from training.engine.launcher_settings import with_launcher_settings
 from training.interruption import end_stopped, how_to_resume
-from training.preflight import as_words
 from training.run import Run
-from training.start import run_program, select_engine, set_up_together
+from training.set_up import run_program, select_engine, set_up_together
 
 # Training flags in which models may differ; model flags such as --dim may differ too. All models
 # share the other flags, most of which concern the batches, the process, or when to log and save.

@@ -8,7 +8,7 @@ pretraining, a sequence holds one conversation, and only answer tokens count in 
 
 from training.arguments import SFTArguments
 from training.run import Run
-from training.start import run_program
+from training.set_up import run_program
 
 
 def main(argv: list[str] | None = None) -> None:

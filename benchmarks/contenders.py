@@ -26,8 +26,8 @@ from benchmarks.ours import OurStep, synchronize
 from benchmarks.peers import PEERS, PeerStep
 from benchmarks.work import Work
 from common.errors import UsageError
-from training.engine.device import peak_memory_bytes
-from training.engine.estimate import FILES
+from engine.device import peak_memory_bytes
+from engine.memory import FILES
 
 LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model starts
 # Start of the name that an engine must report: a wrong setting can switch an engine off silently.

@@ -85,8 +85,8 @@ def contenders(
     llama = llama_of(model, dtype)
     prompts = prompts.to(llama.device)
 
-    def ours(prepared: Decoder) -> Callable[[], list[list[int]]]:
-        return lambda: generate(prepared, prompts.tolist(), NEW_TOKENS, Sampling(temperature=0))
+    def ours(inputs: Decoder) -> Callable[[], list[list[int]]]:
+        return lambda: generate(inputs, prompts.tolist(), NEW_TOKENS, Sampling(temperature=0))
 
     def theirs() -> list[list[int]]:
         ids = llama.generate(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from common.errors import stop_in_order
+from engine.memory import estimate
 from training.arguments import parse_arguments
-from training.engine.estimate import estimate
 from training.run import Run
-from training.start import set_up
+from training.set_up import set_up
 
 LAST_STEP = 1_000_000  # so many steps that --compile auto decides to compile
 # Report and save nothing. Only step LAST_STEP is profiled; `OurStep.profile` takes it.

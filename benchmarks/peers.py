@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.work import Work
+from engine.deepspeed_config import ADAM_EPS
+from engine.device import keep_freed_memory, use_all_cores
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import ADAM_EPS
-from training.engine.device import keep_freed_memory, use_all_cores
 from training.optimizer import parameter_groups
 
 OURS = TrainingArguments()  # the training script's defaults

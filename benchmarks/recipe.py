@@ -1,4 +1,4 @@
-"""Measure which shape trains best in a given time, to check training/recipe.py.
+"""Measure which shape trains best in a given time, to check launch/recipe.py.
 
     python -m benchmarks.recipe --data out/data/builtin --minutes 2 8 --shapes 3x128 3x192
     python -m benchmarks.recipe --choices     # print the recipe's choices for several machines
@@ -19,12 +19,13 @@ from matplotlib.figure import Figure
 from benchmarks.cli import heading, new_parser, table
 from benchmarks.distillation import train
 from common.errors import UsageError, one_line_errors, stop_in_order
-from data.packing import BY_SIZE
+from data.prepare import BY_SIZE
 from data.shards import read_description
+from engine.device import peak_flops
+from launch import recipe
+from launch.step_times import GPU_SHARE
+from launch.time_budget import GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED
 from model import ConfigError, LMConfig, Transformer
-from training import recipe
-from training.dial import GPU_SHARE, GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED
-from training.engine.device import peak_flops
 
 PROGRAM = "benchmarks.recipe"
 NAMES = {f"{n_layers}x{dim}": (n_layers, dim) for n_layers, dim in recipe.SHAPES}

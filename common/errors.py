@@ -18,6 +18,10 @@ class UsageError(ValueError):
     """Flags, files or launcher settings cannot work, or contradict each other."""
 
 
+class TooLittleMemoryError(UsageError):
+    """Memory ran out."""
+
+
 def reason(error: Exception) -> str:
     """Return the message of an error; for an OSError, leave out its number and path."""
     return getattr(error, "strerror", None) or str(error)

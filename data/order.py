@@ -107,3 +107,8 @@ class LengthSampler(MicroBatchSampler):
             return by_length.reshape(batches, size)[order].ravel()[within]
 
         return _in_periods(positions, batches * size, of_window)
+
+
+def spread(n: int, most: int) -> list[int]:
+    """Return at most `most` (0: all) of the integers 0..n-1, in order and evenly spaced."""
+    return np.linspace(0, n - 1, n if most == 0 else min(n, most)).astype(int).tolist()

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from common.errors import UsageError
 from data.dataset import pad
+from engine.device import has_bf16, keep_freed_memory, use_all_cores
 from model import IGNORE_INDEX, Transformer
 from model.cache import without_cudnn
-from training.engine.device import has_bf16, keep_freed_memory, use_all_cores
 
 LEAST_UNITS = 3  # results of fewer units have no interval
 BLOCK_ROWS = 1024  # rows in memory at a time; sorting them by length saves padding

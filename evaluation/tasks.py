@@ -13,15 +13,15 @@ from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
 from data.corpus import TEXT_COLUMN, find_files, load_json, parquet_rows, read_records, suffix_of
 from data.dataset import ConversationSet, PackedDataset
+from data.order import spread
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
+from engine.device import device_name
 from evaluation.language_modelling import conversation_rows, document_rows, prepared_rows, summary
 from evaluation.multiple_choice import answers, question_rows
 from evaluation.scoring import LEAST_UNITS, Row, Scorer
 from formats.portable import without_memory
 from storage.weights import Trained
-from training.engine.device import device_name
-from training.validation import spread
 
 METRICS = {  # name → (number format, explanation)
     "loss": (".4f", "nats per token"),

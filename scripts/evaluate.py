@@ -48,11 +48,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.json and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):
         parser.error(f"--json {args.json}: no file can be written there")
 
+    from engine.zero_inference import config_of_launch, load_divided
     from evaluation.scoring import build_scorer  # importing torch takes seconds
     from evaluation.tasks import check_flags, detect_task, evaluate, report
     from storage.find import data_of
     from storage.weights import WeightsFolder, load_trained
-    from training.engine.zero_inference import config_of_launch, load_divided
 
     # The weights stay in float32. --dtype is the precision of autocast.
     zero = config_of_launch(args.device, dtype="float32")
@@ -75,6 +75,6 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    from training.interruption import exit_rank
+    from engine.engine import exit_rank
 
     exit_rank()

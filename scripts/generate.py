@@ -61,6 +61,6 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     main()
     if "RANK" in os.environ:
-        from training.interruption import exit_rank
+        from engine.engine import exit_rank
 
         exit_rank()

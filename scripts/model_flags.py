@@ -46,10 +46,10 @@ def load(args: argparse.Namespace):
     or the weights cannot be used."""
     import torch
 
+    from engine.device import default_dtype
+    from engine.zero_inference import config_of_launch, load_divided
     from inference.decoder import Decoder
     from storage.weights import WeightsFolder, load_trained
-    from training.engine.device import default_dtype
-    from training.engine.zero_inference import config_of_launch, load_divided
 
     zero = config_of_launch(args.device, args.dtype)  # None without ZeRO-3
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,13 +13,9 @@ import torch
 
 from common.errors import UsageError, one_line_errors
 from common.numbers import columns, counted, memory
-from formats.portable import without_memory
-from model import ConfigError, LMConfig
-from scripts.model_flags import at_least_1
-from training.arguments import as_arguments, build_parser
-from training.engine.compilation import should_compile
-from training.engine.device import GIB, available_memory, peak_flops
-from training.engine.estimate import (
+from engine.compilation import should_compile
+from engine.device import GIB, available_memory, peak_flops
+from engine.memory import (
     OVERHEAD,
     Workload,
     can_coalesce,
@@ -28,6 +24,10 @@ from training.engine.estimate import (
     fits,
     largest_batch,
 )
+from formats.portable import without_memory
+from model import ConfigError, LMConfig
+from scripts.model_flags import at_least_1
+from training.arguments import as_arguments, build_parser
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal: https://arxiv.org/abs/2203.15556
 # The training flags that change the estimate. The flags of the model change it too.

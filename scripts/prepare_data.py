@@ -17,8 +17,7 @@ from common.numbers import available_cores, counted, progress_bar, size
 from common.parser import OneLineParser
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
 from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, all_files, find_files, suffix_of, text_size
-from data.packing import PackingOptions, defaults_for, prepare
-from data.prepared import default_out, find_prepared
+from data.prepare import PackingOptions, default_out, defaults_for, find_prepared, prepare
 from data.shards import CONVERSATIONS, TEXT
 
 BY_SIZE = "default: by the size of the text"

@@ -20,7 +20,7 @@ import pytest
 from warm_ranks import WarmProcess, helper, without_launcher
 
 from data.corpus import parse, read_records
-from data.packing import PackingOptions, prepare
+from data.prepare import PackingOptions, prepare
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 
 # OpenMP's threads spin while they wait for each other. If another program uses the cores too, a

@@ -7,7 +7,7 @@ from common.errors import UsageError
 from model import ConfigError, LMConfig
 from model.lora import LoRA
 from training.arguments import SFTArguments, TrainingArguments, flags_of, parse_arguments
-from training.prepare import prepared_data
+from training.inputs import prepared_data
 
 FLAGS = [item for item, _ in [*flags_of(TrainingArguments), *flags_of(LMConfig)]]
 NUMBERS = {x.name: x.type for x in FLAGS if x.type in (int, int | None, float, float | None)}

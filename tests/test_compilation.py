@@ -8,10 +8,10 @@ from test_transformer import some_tokens, transformer
 from torch._dynamo.utils import get_optimize_ddp_mode
 
 from common.errors import UsageError
+from engine import compilation
+from engine.compilation import WORTH_FLOPS, compile_blocks, why_not_compile
+from engine.engine import Engine
 from model import LMConfig, Transformer
-from training.engine import compilation
-from training.engine.compilation import WORTH_FLOPS, compile_blocks, why_not_compile
-from training.engine.launch import Engine
 
 needs_compiler = pytest.mark.skipif(
     compilation.obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
@@ -66,7 +66,7 @@ def test_a_failing_compiler_is_reported_in_one_line(tmp_path):
     broken.write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
     broken.chmod(0o755)
     # In a new process, because torch._inductor reads CXX only when it is imported.
-    ask = "import torch; from training.engine.compilation import obstacle; "
+    ask = "import torch; from engine.compilation import obstacle; "
     ask += "print(obstacle(torch.device('cpu')))"
     environment = {"CXX": str(broken), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ended = run([sys.executable, "-W", "ignore", "-c", ask], **environment)

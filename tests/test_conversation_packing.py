@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_packing import files_of
+from test_prepare import files_of
 
 from common.errors import UsageError
 from data import encoding
 from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, Turn
-from data.packing import PackingOptions, prepare
+from data.prepare import PackingOptions, prepare
 from data.shards import read_description
 from data.tokenizer import Tokenizer
 

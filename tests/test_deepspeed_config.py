@@ -14,8 +14,7 @@ import pytest
 from conftest import REPOSITORY
 
 from common.errors import UsageError
-from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import (
+from engine.deepspeed_config import (
     BY_WIDTH,
     REFUSED,
     read_config,
@@ -23,7 +22,8 @@ from training.engine.deepspeed_config import (
     rename_old_keys,
     resolve,
 )
-from training.engine.launch import Engine
+from engine.engine import Engine
+from training.arguments import TrainingArguments
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 GUIDES = sorted({path.stem for path in FIXTURES.glob("*.json")} - {"deepspeed_chat"})

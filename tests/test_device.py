@@ -9,9 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from common.errors import UsageError
-from model import LMConfig
-from training.engine import device
-from training.engine.device import (
+from engine import device
+from engine.device import (
     GIB,
     KERNELS,
     PRECISIONS,
@@ -25,6 +24,7 @@ from training.engine.device import (
     require_usable_gpu,
     use_all_cores,
 )
+from model import LMConfig
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 CPU, GPU = torch.device("cpu"), torch.device("meta")  # attention_kernel treats meta as a GPU

@@ -141,11 +141,11 @@ def test_prepared_conversations_and_their_source_file_give_the_same_loss(
     path, out = write_lines(tmp_path / "chat.jsonl", CHATS), tmp_path / "out"
     flags = ["--conversations", path, "--tokenizer", packed / TOKENIZER_FILE, "--out", out]
     prepare_data.main([*map(str, flags), "--val_fraction", "0"])
-    _, prepared = evaluate("--data", out, "--split", "train")
+    _, inputs = evaluate("--data", out, "--split", "train")
     said, text = evaluate("--data", path)
-    assert text["metrics"]["loss"] == pytest.approx(prepared["metrics"]["loss"])
-    assert (text["cut"], text["left_out"]) == (prepared["cut"], prepared["left_out"]) == (0, 1)
-    assert text["tokens"] == prepared["tokens"]
+    assert text["metrics"]["loss"] == pytest.approx(inputs["metrics"]["loss"])
+    assert (text["cut"], text["left_out"]) == (inputs["cut"], inputs["left_out"]) == (0, 1)
+    assert text["tokens"] == inputs["tokens"]
     assert f"9 conversations, {text['tokens']} tokens, " in said
     assert "1 left out" in said
 

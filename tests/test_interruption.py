@@ -10,13 +10,12 @@ import pytest
 from conftest import Clock
 
 from common.launcher import LAUNCHER_ENDED
+from engine.engine import Engine, exit_rank
 from training import interruption
-from training.engine.launch import Engine
 from training.interruption import (
     SIGNALS,
     StopRequest,
     end_stopped,
-    exit_rank,
     how_to_resume,
     python,
 )

@@ -7,14 +7,14 @@ import pytest
 import yaml
 
 from common.errors import UsageError
-from training.arguments import TrainingArguments
-from training.engine import launcher_settings
-from training.engine.launch import set_launch_variables
-from training.engine.launcher_settings import (
+from engine import launcher_settings
+from engine.engine import set_launch_variables
+from engine.launcher_settings import (
     chosen_precision,
     reading_notes,
     with_launcher_settings,
 )
+from training.arguments import TrainingArguments
 
 
 @pytest.fixture(autouse=True)

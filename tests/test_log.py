@@ -15,7 +15,7 @@ from storage.folder import RunFolder
 from training import log as log_module
 from training.arguments import TrainingArguments
 from training.log import LossMeter, TrainingLog
-from training.resume import StartingPoint
+from training.starting_point import StartingPoint
 
 NAN, INF = float("nan"), float("inf")
 VALIDATION = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 0.9, "samples": 3}
@@ -100,7 +100,7 @@ def start(accelerator, tmp_path, clock):
     made = []
 
     def start(log_interval=1, total_steps=100, first_step=1, name="") -> TrainingLog:
-        prepared = SimpleNamespace(
+        inputs = SimpleNamespace(
             args=TrainingArguments(batch_size=8, log_interval=log_interval, log_with="none"),
             start=StartingPoint(RunFolder(tmp_path), state={"step": first_step - 1}),
             train_set=SimpleNamespace(tokens_per_sample=80),
@@ -108,7 +108,7 @@ def start(accelerator, tmp_path, clock):
             flops_per_token=1000,
             total_steps=total_steps,
         )
-        made.append(TrainingLog(prepared, accelerator, name))
+        made.append(TrainingLog(inputs, accelerator, name))
         made[-1].open()
         return made[-1]
 

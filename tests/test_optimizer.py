@@ -14,10 +14,10 @@ from test_partition import divided
 from torch import nn
 
 from common.errors import UsageError
+from engine.engine import Engine
 from model import LMConfig, Transformer
 from training import optimizer as module
 from training.arguments import TrainingArguments, parse_arguments
-from training.engine.launch import Engine
 from training.optimizer import (
     MAX_DEFAULT_WARMUP,
     NEWTON_SCHULZ,

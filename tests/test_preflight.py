@@ -14,26 +14,29 @@ import torch
 import yaml
 from conftest import REPOSITORY
 from small_model import save_model
-from test_resume_choice import make_run
+from test_starting_point import make_run
 
-from common.errors import UsageError
+from common.errors import TooLittleMemoryError, UsageError
 from data.dataset import PackedDataset
+from engine.deepspeed_config import read_config
+from engine.memory import GIB, MARGIN, OVERHEAD, Workload, engines, estimate, kind_of
 from formats.portable import WEIGHTS_FILE
+from launch import preflight, step_times, time_budget
+from launch.preflight import check_launch, main, saved_flags
+from launch.recipe import SHAPES, shape_settings
+from launch.shell_variables import ShellVariables
 from model import ConfigError, LMConfig, Transformer
 from storage.folder import RunFolder
-from training import dial, preflight
+from training import measurement
 from training.arguments import TrainingArguments, build_parser, parse_arguments
-from training.engine.deepspeed_config import read_config
-from training.engine.estimate import GIB, MARGIN, OVERHEAD, Workload, engines, estimate, kind_of
-from training.preflight import check_launch, main, saved_flags
-from training.prepare import shapes_of
-from training.recipe import SHAPES, shape_settings
-from training.request import Request
-from training.resume import run_identity
+from training.inputs import shapes_of
+from training.measurement import StepTime
+from training.starting_point import run_identity
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
 CONFIG = LMConfig(dim=32, n_layers=1, n_heads=4, max_seq_len=32, vocab_size=400)
 ZERO_2 = "accelerate_config.yaml"
+NOWHERE = Path("/nowhere/seconds.json")
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +211,7 @@ def test_a_run_to_resume_gives_the_flags_that_are_not_typed(flags, run_of):
 
 
 def test_a_mistyped_flag_is_refused_before_text_is_prepared(monkeypatch):
-    monkeypatch.setattr(Request, "data_flags", lambda request: pytest.fail("prepares text"))
+    monkeypatch.setattr(ShellVariables, "data_flags", lambda request: pytest.fail("prepares text"))
     with pytest.raises(UsageError, match="--dimm"):
         preflight.main(["--dimm", "4"])
 
@@ -236,13 +239,13 @@ def test_a_yaml_decides_the_precision_and_a_stage_without_a_file(flags, config_f
         preflight.main([*flags, "--max_steps", "2", "--dtype", "bfloat16"])
 
 
-def bytes_for(batch_size: int) -> int:
+def bytes_for(batch_size: int, processes: int = 3) -> int:
     """Return the bytes that training the tiny model with this batch needs on a GPU under ZeRO-2."""
     args, _ = parse_arguments(["--batch_size", str(batch_size)])
     work = Workload(
         args=args,
         shapes=shapes_of(CONFIG, args),
-        processes=1,
+        processes=processes,
         device=torch.device("cuda"),
         compiled=False,
     )
@@ -259,42 +262,109 @@ def test_on_a_gpu_the_micro_batch_fits_and_has_at_most_32768_tokens(
     free = bytes_for(wanted) - missing_bytes
     free = [free + GIB, free, free + GIB, 0]  # the last GPU is not used
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
-    monkeypatch.setattr(dial, "available_memory", lambda device, processes: free[device.index])
-    made = dial_of(flags, monkeypatch, processes=3)
-    made.device = torch.device("cuda")
+    monkeypatch.setattr(step_times, "available_memory", lambda device, n: free[device.index])
+    made = budget_of(flags, monkeypatch, processes=3)
+    made.device = made.times.device = torch.device("cuda")
     settings = {"n_layers": 1, "dim": 32, "n_heads": 4, "max_seq_len": 32}
     assert made.candidate(settings).rows == rows
 
 
-def dial_of(flags: list[str], monkeypatch, processes: int = 1, config: str = ZERO_2, **environ):
-    """Return the `Dial` of a command that started just now."""
-    request = Request({"CONFIG": config} | environ, flags)
+def test_a_model_that_does_not_fit_is_no_candidate(packed, monkeypatch):
+    typed = ["--data", str(packed)]
+    for free, largest in ((2**40, 2048), (2 * GIB, 512), (0, 64)):
+        monkeypatch.setattr(step_times, "available_memory", lambda device, n, free=free: free)
+        *_, last = budget_of(typed, monkeypatch).models()
+        assert last.settings["dim"] <= largest
+        assert (last.settings["dim"] == 2048) is (free == 2**40)
+        assert last.rows >= 1
+
+
+def test_one_process_measures_fewer_sequences_than_fit_into_a_share_and_scales(flags, monkeypatch):
+    asked = pretend(monkeypatch, seconds=1)
+    made = budget_of(flags, monkeypatch, processes=2)
+    model = replace(made.models()[0], rows=8, rows_alone=2)
+    settings = {"dim": 32, "n_layers": 1}
+    whole = made.times.measured(replace(model, rows_alone=8), settings, compiled=False)
+    assert made.times.measured(model, settings, compiled=False) == pytest.approx(4 * whole)
+    assert [each["batch_size"] for each in asked] == [8, 2]
+
+
+def test_memory_that_runs_out_ends_the_search_for_a_larger_model(packed, monkeypatch):
+    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
+    asked = pretend(monkeypatch, seconds=1e-4)
+    measure = step_times.measure_steps
+
+    def small_only(kind, flags, threads):
+        if flags["dim"] > 96:
+            raise TooLittleMemoryError("out of memory")
+        return measure(kind, flags, threads)
+
+    monkeypatch.setattr(step_times, "measure_steps", small_only)
+    made = budget_of(["--data", str(packed)], monkeypatch, MINUTES="999")
+    assert made.flags()["dim"] == 96
+    assert asked
+
+
+@pytest.mark.parametrize(
+    ("minutes", "saves", "compiling", "compiles"),
+    [
+        ("4", 0.2, 10.0, True),
+        ("4", 0.0, 10.0, False),  # measured, but not faster
+        ("0.5", 0.2, 10.0, None),  # too short to be tried
+        ("0.5", 0.2, 0.5, True),  # compiled code is in the cache
+    ],
+)
+def test_a_run_compiles_if_this_saves_time(
+    packed, monkeypatch, tmp_path, minutes, saves, compiling, compiles
+):
+    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
+    times = tmp_path / "seconds.json"
+    times.write_text(json.dumps({"another model": compiling}))
+    asked = pretend(monkeypatch, 0.05, saves, compiling, times)
+    flags = budget_of(["--data", str(packed)], monkeypatch, MINUTES=minutes).flags()
+    assert flags["compile"] == ("on" if compiles else "off")
+    tried = [each for each in asked if each["compile"] == "on"]
+    assert len(tried) == (compiles is not None)
+    assert len(json.loads(times.read_text())) == 1 + len(tried)  # the time is remembered
+
+
+def budget_of(flags: list[str], monkeypatch, processes: int = 1, config: str = ZERO_2, **environ):
+    """Return the `TimeBudget` of a command that started just now."""
+    request = ShellVariables({"CONFIG": config} | environ, flags)
     typed = vars(build_parser(request.kind).parse_args(flags))
     shape = shape_settings(*SHAPES[0], typed)
-    prepared, deepspeed = check_launch(config, processes, typed | shape)
-    made = dial.Dial(request, prepared, deepspeed, typed, processes)
+    inputs, deepspeed = check_launch(config, processes, typed | shape)
+    made = time_budget.TimeBudget(request, inputs, deepspeed, typed, processes)
     made.started = time.time()
     return made
 
 
-def pretend(monkeypatch, seconds: float) -> list[dict]:
-    """Pretend that a step takes `seconds` per million parameters. Return a list to which each
-    measurement appends its flags."""
+def pretend(
+    monkeypatch, seconds: float, saves: float = 0.0, compiling: float = 5.0, times=NOWHERE
+) -> list[dict]:
+    """Pretend that a step takes `seconds` per million parameters, a compiled step the share `saves`
+    less, and compiling takes `compiling` seconds. Return a list to which each measurement appends
+    its flags. `times` is the file of compile times."""
     asked = []
 
-    def step_seconds(kind, flags, compiled, threads):
+    def measure_steps(kind, flags, threads):
         asked.append(flags)
-        return seconds * flags["dim"] ** 2 * flags["n_layers"] * 12e-6
+        typical = seconds * flags["dim"] ** 2 * flags["n_layers"] * 12e-6
+        faster = saves if flags["compile"] == "on" else 0
+        return StepTime(typical * (1 - faster), typical + compiling * (flags["compile"] == "on"))
 
-    monkeypatch.setattr(dial, "step_seconds", step_seconds)
-    monkeypatch.setattr(dial, "obstacle", lambda device: None)
+    monkeypatch.setattr(step_times, "measure_steps", measure_steps)
+    monkeypatch.setattr(time_budget, "obstacle", lambda device: None)
+    monkeypatch.setattr(step_times, "COMPILING", times)
     return asked
 
 
 def test_more_minutes_give_more_steps_and_the_chosen_model_is_printed(packed, monkeypatch, capsys):
     asked = pretend(monkeypatch, seconds=0.05)
-    monkeypatch.setattr(dial, "MOST_PASSES", 1e9)
-    chosen = [dial_of(["--data", str(packed)], monkeypatch, MINUTES=m).flags() for m in ("1", "99")]
+    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
+    chosen = [
+        budget_of(["--data", str(packed)], monkeypatch, MINUTES=m).flags() for m in ("1", "99")
+    ]
     assert 200 <= chosen[0]["max_steps"] < chosen[1]["max_steps"]
     said = capsys.readouterr().out
     assert f"recipe: 1 min for {chosen[0]['n_layers']} layers of dim {chosen[0]['dim']}" in said
@@ -305,24 +375,24 @@ def test_more_minutes_give_more_steps_and_the_chosen_model_is_printed(packed, mo
 
 def test_a_text_that_is_too_small_for_the_time_is_reported(packed, monkeypatch, capsys):
     pretend(monkeypatch, seconds=0.05)
-    flags = dial_of(["--data", str(packed)], monkeypatch, MINUTES="10000").flags()
+    flags = budget_of(["--data", str(packed)], monkeypatch, MINUTES="10000").flags()
     assert "more text would help" in capsys.readouterr().out
     assert flags["max_steps"] < 10_000
 
 
 def test_the_dial_and_the_run_count_the_same_flops_with_a_teacher(packed, monkeypatch):
     """Otherwise the dial might measure uncompiled steps of a run that compiles."""
-    made = dial_of(["--data", str(packed)], monkeypatch)
-    alone = made.prepared.flops_per_token
-    teacher = SimpleNamespace(shapes=made.prepared.shapes)
-    made.prepared = replace(made.prepared, teacher=teacher)
-    assert made.candidate({}).flops == made.prepared.flops_per_token > alone
+    made = budget_of(["--data", str(packed)], monkeypatch)
+    alone = made.inputs.flops_per_token
+    teacher = SimpleNamespace(shapes=made.inputs.shapes)
+    made.inputs = replace(made.inputs, teacher=teacher)
+    assert made.candidate({}).flops == made.inputs.flops_per_token > alone
 
 
 def test_nothing_is_measured_if_the_typed_flags_decide_the_steps(flags, monkeypatch):
     asked = pretend(monkeypatch, seconds=1)
     typed = [*flags, "--max_steps", "7", "--learning_rate", "0.5"]
-    added = dial_of(typed, monkeypatch).flags()
+    added = budget_of(typed, monkeypatch).flags()
     assert asked == []
     assert not added.keys() & {"max_steps", "learning_rate", "dim", "n_layers"}
     assert added["muon_learning_rate"] == 0.03
@@ -330,13 +400,13 @@ def test_nothing_is_measured_if_the_typed_flags_decide_the_steps(flags, monkeypa
 
 def test_several_machines_choose_the_same_flags_without_measuring(packed, monkeypatch):
     asked = pretend(monkeypatch, seconds=1)
-    monkeypatch.setattr(dial, "MOST_PASSES", 1e9)
+    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
     place = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
     monkeypatch.setattr(os, "environ", os.environ | place)
     typed, chosen = ["--data", str(packed)], []
     for rank in ("0", "1"):
         place["MACHINE_RANK"] = rank
-        made = dial_of(typed, monkeypatch, 4, "configs/multi_node.yaml", **place)
+        made = budget_of(typed, monkeypatch, 4, "configs/multi_node.yaml", **place)
         made.started -= 30 * int(rank)  # the second machine began earlier
         chosen.append(made.flags())
     assert chosen[0] == chosen[1]
@@ -365,8 +435,8 @@ def test_every_stage_measures_real_steps(
     chat = tmp_path / "chat.jsonl"
     rows = [json.dumps({"prompt": f"{i}?", "response": "1 + 1"}) for i in range(40)]
     chat.write_text("\n".join(rows), encoding="utf-8")
-    monkeypatch.setattr(dial, "MEASURED_SECONDS", 0.0)
-    monkeypatch.setattr(dial, "should_compile", lambda *_: False)
+    monkeypatch.setattr(measurement, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(time_budget, "COMPILING_SAVES", 0.0)
     names = {"packed": packed, "weights": weights, "chat": chat}
     here = {k: v.format(**names) for k, v in environ.items()} | {"MINUTES": "0.1"}
     engine = {} if "--deepspeed" in words else {"ENGINE": "ddp"}
@@ -389,10 +459,10 @@ def test_every_stage_measures_real_steps(
 def test_engines_that_support_muon_get_muon(name, flags, monkeypatch):
     pretend(monkeypatch, seconds=1)
     kind = next(kind for kind in engines() if kind.config == name)
-    made = dial_of([*flags, "--max_steps", "9"], monkeypatch, config=f"configs/{name}.yaml")
+    made = budget_of([*flags, "--max_steps", "9"], monkeypatch, config=f"configs/{name}.yaml")
     assert made.flags()["optimizer"] == ("muon" if kind.takes_muon else "adamw")
     typed = [*flags, "--max_steps", "9", "--optimizer", "adamw"]
-    added = dial_of(typed, monkeypatch, config=f"configs/{name}.yaml").flags()
+    added = budget_of(typed, monkeypatch, config=f"configs/{name}.yaml").flags()
     assert "muon_learning_rate" not in added
 
 

@@ -1,224 +1,277 @@
-"""`prepare` finds the shape, data and weights of a run by flags like --init_from and --teacher."""
-
+import errno
+import hashlib
 import json
-import math
+import multiprocessing
 import os
-import shlex
-import shutil
-import subprocess
-import sys
-from dataclasses import replace
+import random
+import re
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from small_model import save_model
-from test_conversation_set import conversation, make_set
+import sentencepiece
+from json_tokenizers import write_tokenizer
 
-from common.errors import ReportedError, UsageError
-from data.packing import PackingOptions
-from data.packing import prepare as prepare_data
-from data.tokenizer import TOKENIZER_FILE
-from formats.portable import save_portable
-from model import ConfigError, LMConfig, Transformer
-from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
-from storage.folder import RunFolder
-from training.arguments import DistillationArguments, SFTArguments, parse_arguments
-from training.prepare import PREPARE_DATA, Prepared, prepare
+from common.errors import UsageError
+from data import encoding, shards
+from data import prepare as module
+from data.dataset import PackedDataset
+from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, hash_of, split_at_random, ways_to_split
+from data.prepare import BY_SIZE, PackingOptions, defaults_for, prepare
+from data.shards import ShardWriter, read_description
+from data.tokenizer import Tokenizer
+from data.tokenizer_training import train_tokenizer
 
-# No value here is LMConfig's default.
-CONFIG = LMConfig(
-    dim=48,
-    n_layers=1,
-    n_heads=6,
-    n_kv_heads=3,
-    vocab_size=400,
-    hidden_dim=80,
-    multiple_of=16,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    max_seq_len=24,
-    dropout=0.2,
-    tie_embeddings=False,
-    use_flash_attn=False,
-)
+SHARDS = ("train-00000.bin", "val-00000.bin")
+DOCUMENTS = [f"document {i}: {i} and {i * i} 第{i}句 \u2581\n" for i in range(400)]
 
 
-@pytest.fixture
-def weights(packed, tmp_path) -> Path:
-    """Portable weights with the tokenizer of the packed data."""
-    torch.manual_seed(0)
-    return save_model(tmp_path / "weights", Transformer(CONFIG), packed)
+def write_jsonl(path: Path, documents: list[str]) -> Path:
+    lines = [json.dumps({"text": d}, ensure_ascii=False) + "\n" for d in documents]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
 
 
-def set_vocab_size(weights: Path, vocab_size: int) -> None:
-    """Write a config with this vocabulary size, and a weights file without tensors."""
-    save_portable(weights, LMConfig(**CONFIG.to_dict() | {"vocab_size": vocab_size}), {})
+def pack(files, out: Path, progress=lambda n_bytes: None, **changes) -> Path:
+    settings = {"vocab_size": 300, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}
+    files = [str(file) for file in (files if isinstance(files, list) else [files])]
+    prepare(files, out, PackingOptions(**settings | changes), progress)
+    return out
 
 
-def prepared(typed: str, packed: Path, weights: Path | None = None) -> Prepared:
-    words = [*typed.split(), "--data", str(packed), "--out_dir", str(packed / "runs")]
-    words += ["--init_from", str(weights)] if weights else []
-    return prepare(*parse_arguments(words), None)
+def pack_documents(documents: list[str], folder: Path, name="out", **changes) -> Path:
+    return pack(write_jsonl(folder / f"{name}.jsonl", documents), folder / name, **changes)
 
 
-def config(typed: str, weights: Path, packed: Path) -> LMConfig:
-    return prepared(typed, packed, weights).config
+def stream(out: Path, split: str) -> np.ndarray:
+    about = read_description(out)
+    files = [out / shard["file"] for shard in about["splits"][split]["shards"]]
+    return np.concatenate([np.fromfile(f, about["dtype"]) for f in files] or [np.empty(0, "u2")])
 
 
-def test_the_flags_and_the_data_decide_the_shape_without_init_from(packed):
-    found = prepared("--dim 64 --max_seq_len 16", packed)
-    assert found.config == LMConfig(dim=64, max_seq_len=16, vocab_size=400)
-    assert found.source is None
-    assert not (packed / "runs").exists()
+def documents(out: Path, split: str) -> list[str]:
+    """Decode the texts of the shards with SentencePiece itself. Check that each text has BOS before
+    it and EOS after it."""
+    model = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
+    tokens = stream(out, split)
+    begins, ends = (np.flatnonzero(tokens == id) for id in (model.bos_id(), model.eos_id()))
+    assert begins.tolist() == [0, *ends + 1][: len(ends)]
+    assert not len(tokens) or ends[-1] == len(tokens) - 1
+    spans = zip(begins.tolist(), ends.tolist(), strict=True)
+    return [model.decode(tokens[begin + 1 : end].tolist()) for begin, end in spans]
 
 
-def test_init_from_takes_the_shape_of_the_weights_but_not_their_dropout_and_attention(
-    weights, packed
-):
-    found = config("", weights, packed)
-    assert found.to_dict() == CONFIG.to_dict() | {"dropout": 0.0, "use_flash_attn": True}
-    typed = "--dim 48 --n_layers 1 --n_heads 6 --n_kv_heads 3 --no-tie_embeddings --norm_eps 1e-6"
-    assert config(typed, weights, packed) == found
-    changed = config("--dropout 0.1 --no-use_flash_attn --max_seq_len 64", weights, packed)
-    assert (changed.dropout, changed.use_flash_attn, changed.max_seq_len) == (0.1, False, 64)
+def files_of(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("--n_heads 8", "--n_heads 8: leave it out, .* has 6$"),  # 8 would not fit n_kv_heads 3
-        ("--tie_embeddings", "--tie_embeddings True: .* has False$"),
-        ("--rope_theta 1e6", "--rope_theta 1000000.0: .* has 10000.0$"),
-        ("--n_kv_heads 2", "--n_kv_heads 2: .* has 3$"),  # a default that is typed counts
-        ("--max_seq_len 0", "max_seq_len"),
-        ("--dropout 1", "dropout"),
-    ],
-)
-def test_a_flag_that_is_invalid_or_contradicts_the_weights_is_refused(typed, says, weights, packed):
-    with pytest.raises((UsageError, ConfigError), match=says):
-        config(typed, weights, packed)
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory) -> Path:
+    return pack_documents(DOCUMENTS, tmp_path_factory.mktemp("packed"))
 
 
-def test_the_error_about_another_tokenizer_says_how_to_prepare_the_data_again(weights, packed):
-    (weights / TOKENIZER_FILE).write_bytes(b"another")
-    flag = f"--tokenizer {weights / TOKENIZER_FILE}"
-    with pytest.raises(UsageError, match=f"prepare the text anew with {flag}"):
-        config("", weights, packed)
+def test_every_document_is_in_one_split_in_the_order_of_the_corpus(packed):
+    about = read_description(packed)
+    held = {split: documents(packed, split) for split in ("train", "val")}
+    assert Counter(held["train"] + held["val"]) == Counter(DOCUMENTS)
+    assert len(held["val"]) / len(DOCUMENTS) == pytest.approx(0.1, abs=0.05)
+    for split, texts in held.items():
+        assert texts == sorted(texts, key=DOCUMENTS.index)
+        part = about["splits"][split]
+        assert part["documents"] == len(texts)
+        assert part["bytes"] == sum(len(text.encode()) for text in texts)
+        assert part["tokens"] == len(stream(packed, split))
+        data = (packed / part["shards"][0]["file"]).read_bytes()
+        assert part["shards"][0]["sha256"] == hashlib.sha256(data).hexdigest()
+    tokenizer = (packed / "tokenizer.model").read_bytes()
+    assert about["tokenizer_sha256"] == hashlib.sha256(tokenizer).hexdigest()
+    assert set(files_of(packed)) == {"dataset.json", "tokenizer.model", *SHARDS}
 
 
-def test_the_vocabulary_of_a_model_may_be_larger_than_its_tokenizer_but_not_smaller(
-    weights, packed
-):
-    set_vocab_size(weights, 416)
-    assert config("", weights, packed).vocab_size == 416
-    set_vocab_size(weights, 300)
-    with pytest.raises(UsageError, match=r"vocabulary 400, has another .* vocabulary 300"):
-        config("", weights, packed)
-    (weights / TOKENIZER_FILE).unlink()  # without it, the vocabulary sizes must be equal
-    set_vocab_size(weights, 416)
-    with pytest.raises(UsageError, match=r"vocabulary 400, has another .* vocabulary 416"):
-        config("", weights, packed)
-    set_vocab_size(weights, 400)
-    assert config("", weights, packed).vocab_size == 400
+def test_the_split_never_changes():
+    """A hash chooses a document's split. Another hash would move documents to the other split."""
+    assert hash_of("句".encode()) == 1228714624519560309
+    assert hash_of("句".encode(), digest_size=16) == 12239898487114312437
 
 
-def test_init_from_takes_a_checkpoint_or_a_run_folder_too(packed, tmp_path):
-    run = RunFolder(tmp_path / "run")
-    checkpoint = run.checkpoint(7)
-    torch.manual_seed(0)
-    model = Transformer(CONFIG)
-    tensors = {WEIGHTS: dict(model.named_parameters()), OPTIMIZER: {}, RANDOM: {}}
-    state = {"step": 7, "optimizer_step": 7, "processes": 1, "identity": {"seed": 1}}
-    state["model"] = CONFIG.to_dict()
-    write_checkpoint(run, tensors, state)
-    shutil.copy(packed / TOKENIZER_FILE, run.path)
-    for given in (checkpoint, run.path):
-        found = prepared("", packed, given)
-        assert (found.source.path, found.config.dim) == (checkpoint, 48)
-        assert torch.equal(found.source.load().norm.weight, model.norm.weight)
+def test_the_size_of_a_corpus_decides_its_default_settings(tmp_path):
+    path = tmp_path / "a.txt"
+    path.touch()
+    for n_bytes, row in ((0, 0), (499_999, 0), (500_000, 1), (12_100_000, 3), (10**9, -1)):
+        os.truncate(path, n_bytes)
+        assert defaults_for([str(path)]) == BY_SIZE[row]
 
 
-def test_an_epoch_is_one_pass_over_a_text_in_several_segmentations(corpus, tmp_path):
-    data, options = tmp_path / "data", PackingOptions(400, 0.1, 1, False, segmentations=3)
-    prepare_data([str(corpus)], data, options, progress=lambda n_bytes: None)
-    typed = "--epochs 2 --max_seq_len 24 --run_name a"
-    found = prepared(typed, data)
-    stored, passed = len(found.train_set), math.ceil(len(found.train_set) / 3)
-    assert (found.samples_per_epoch, found.total_steps) == (passed, math.ceil(2 * passed / 8))
-    # Checkpoints of older versions say nothing about an epoch: it is all that is stored.
-    older = {k: v for k, v in found.identity.items() if k != "samples_per_epoch"}
-    for identity, samples in ((found.identity, passed), (older, stored)):
-        run = RunFolder(data / "runs" / "a")
-        state = {"step": 1, "optimizer_step": 1, "processes": 1, "identity": identity}
-        state["model"] = found.config.to_dict()
-        write_checkpoint(run, {name: {} for name in (WEIGHTS, OPTIMIZER, RANDOM)}, state)
-        again = prepared(f"{typed} --resume auto", data)
-        assert again.start.checkpoint
-        assert (again.samples_per_epoch, again.identity) == (samples, identity)
-        assert again.total_steps == math.ceil(2 * samples / 8)
+def test_each_round_splits_a_piece_with_chance_split_share(packed):
+    """The piece here can be split in one way only, into two pieces that cannot be split."""
+    tokenizer, n = Tokenizer(packed / "tokenizer.model"), 20_000
+    ways_of = ways_to_split(tokenizer)
+    single = [id for id, ways in ways_of.items() if len(ways) == 1]
+    pair = next(id for id in single if not any(ways_of[part] for part in ways_of[id][0]))
+    split = split_at_random([pair] * n, tokenizer, np.random.default_rng(0))
+    assert split.count(pair) == pytest.approx(n * (1 - SPLIT_SHARE) ** SPLIT_ROUNDS, rel=0.02)
+    assert len(split) == n + (n - split.count(pair))
 
 
-def test_a_validation_split_without_a_fitting_row_gives_no_validation_set(tmp_path, packed):
-    """All conversations of the split are too long."""
-    folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(30, 3)])])
-    shutil.copy(packed / TOKENIZER_FILE, folder)
-    description = json.loads((folder / "dataset.json").read_text())
-    args = SFTArguments(data=str(folder), init_from=None, out_dir=str(tmp_path / "runs"))
-    (folder / "dataset.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
-    found = prepare(args, {"max_seq_len": 8}, None)
-    assert (len(found.train_set), found.val_set, found.total_steps) == (1, None, 1)
+def test_training_documents_are_tokenized_in_several_ways_and_validation_documents_in_one(tmp_path):
+    once = pack_documents(DOCUMENTS, tmp_path, "once")
+    thrice = pack_documents(DOCUMENTS, tmp_path, "thrice", segmentations=3)
+    assert stream(thrice, "val").tolist() == stream(once, "val").tolist()
+    texts = documents(once, "train")
+    assert documents(thrice, "train") == texts + [text for text in texts for _ in range(2)]
+    tokens, own = stream(thrice, "train"), stream(once, "train")
+    first = read_description(thrice)["splits"]["train"]["first_tokens"]
+    assert tokens[:first].tolist() == own.tolist()  # the first segmentation is the tokenizer's
+    assert PackedDataset(thrice, "train", 8).n_first == first // 8
+    assert PackedDataset(once, "train", 8).n_first == 0
+    bos = Tokenizer(thrice / "tokenizer.model").bos_id
+    cuts = np.split(tokens[first:], np.flatnonzero(tokens[first:] == bos))[1:]
+    differ = [not np.array_equal(*pair) for pair in zip(cuts[::2], cuts[1::2], strict=True)]
+    assert sum(differ) > len(differ) / 2  # two random ways may be equal
 
 
-@pytest.fixture
-def runs(packed, tmp_path) -> Path:
-    """A folder of two pretraining runs. The older run has sequences of 16 tokens. The newer run has
-    sequences of 24 tokens, and its data are gone."""
-    for age, (name, length, data) in enumerate((("newer", 24, "gone"), ("older", 16, packed))):
-        run = RunFolder(tmp_path / "elsewhere" / name)
-        config = LMConfig(**CONFIG.to_dict() | {"max_seq_len": length})
-        torch.manual_seed(0)
-        save_model(run.weights, Transformer(config), packed)
-        run.settings.write_text(json.dumps({"arguments": {"data": str(data)}}))
-        run.metrics.touch()
-        os.utime(run.metrics, (1e9 - age, 1e9 - age))
-    return tmp_path / "elsewhere"
+def test_val_fraction_0_trains_on_all_documents_and_empty_text_is_refused(tmp_path, packed):
+    tokenizer = str(packed / "tokenizer.model")
+    pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # the next call must not use this tokenizer
+    out = pack_documents(DOCUMENTS[:50], tmp_path, val_fraction=0, tokenizer=tokenizer)
+    assert documents(out, "train") == DOCUMENTS[:50]
+    for other in (None, tokenizer):
+        with pytest.raises(UsageError, match="no text"):
+            pack_documents(["", ""], tmp_path, tokenizer=other)
 
 
-def student(runs: Path, *typed: str) -> Prepared:
-    words = ["--out_dir", str(runs), *typed]
-    return prepare(*parse_arguments(words, DistillationArguments), None)
+def test_adding_or_reordering_documents_moves_none_to_the_other_split(tmp_path):
+    some = DOCUMENTS[:200]
+    more = ["", *random.Random(0).sample(DOCUMENTS, len(DOCUMENTS)), *DOCUMENTS[::-1]]
+    first = pack_documents(some, tmp_path, "some", val_fraction=0.3)
+    second = pack_documents(more, tmp_path, "more", val_fraction=0.3, vocab_size=350)
+    assert set(documents(first, "val")) == set(documents(second, "val")) & set(some)
+    assert set(documents(first, "train")) == set(documents(second, "train")) & set(some)
 
 
-def test_auto_looks_where_runs_are_written(runs, packed):
-    assert student(runs, "--data", str(packed)).teacher.source.path == runs / "newer" / "weights"
-    args, settings = parse_arguments(["--data", str(packed), "--out_dir", str(runs)])
-    found = prepare(replace(args, init_from="auto"), settings, None)
-    assert found.source.path == runs / "newer" / "weights"
-    with pytest.raises(UsageError, match=f"no run of train_pretrain.* in {runs / 'none'} yet"):
-        student(runs / "none")
+def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 500)  # 44 batches
+    path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    one, seen = pack(path, tmp_path / "one", segmentations=2), []
+    several = pack(path, tmp_path / "several", seen.append, segmentations=2, workers=3)
+    assert files_of(one) == files_of(several)
+    assert len(seen) > 10
+    assert sum(seen) == path.stat().st_size  # the progress counts every byte
 
 
-def test_a_student_takes_data_and_length_of_its_teacher_and_may_not_exceed_the_length(runs, packed):
-    found = student(runs, "--teacher", str(runs / "older"))
-    assert (found.args.data, found.config.max_seq_len) == (str(packed), 16)
-    with pytest.raises(UsageError, match=r"training data of .* was not found"):
-        student(runs)
-    assert student(runs, "--data", str(packed)).config.max_seq_len == 24
-    with pytest.raises(UsageError, match="reads 24 tokens at most, the student 32"):
-        student(runs, "--data", str(packed), "--max_seq_len", "32")
+def test_a_full_disk_leaves_the_older_folder_unchanged(tmp_path, monkeypatch):
+    out = pack_documents(DOCUMENTS[:100], tmp_path)
+    before, write = files_of(out), ShardWriter.write
+
+    def write_until_full(self, *document):
+        if self.documents >= 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, *document)
+
+    monkeypatch.setattr(ShardWriter, "write", write_until_full)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 500)
+    with pytest.raises(OSError, match="No space left"):
+        pack_documents(DOCUMENTS, tmp_path, workers=2)
+    assert files_of(out) == before
+    assert sorted(os.listdir(tmp_path)) == ["out", "out.jsonl"]
+    assert multiprocessing.active_children() == []
 
 
-def test_conversations_prepared_by_other_flags_are_used(weights, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    rows = [json.dumps({"prompt": f"{i} + 1", "response": str(i + 1)}) for i in range(40)]
-    Path("chat.jsonl").write_text("\n".join([*rows, "{"]), encoding="utf-8")
-    words = ["--conversations", "chat.jsonl", "--init_from", str(weights)]
-    with pytest.raises(ReportedError):
-        prepare(*parse_arguments(words, SFTArguments), None)
-    said = capfd.readouterr()
-    assert "line 41: not JSON" in said.err
-    (command,) = [x for x in said.err.splitlines() if x.startswith("try: python -m")]
-    typed = [*shlex.split(command)[4:], "--skip_bad_lines"]
-    subprocess.run([sys.executable, str(PREPARE_DATA), *typed], check=True)
-    assert len(prepare(*parse_arguments(words, SFTArguments), None).train_set) > 20
+def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 100)
+
+    def kill_children(n_bytes):
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    with pytest.raises(UsageError, match="--workers"):
+        pack(path, tmp_path / "out", progress=kill_children)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_a_few_very_long_documents_still_train_a_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "TOKENIZER_SAMPLE_BYTES", 1000)
+    books = ["".join(DOCUMENTS[i::4]) for i in range(4)]  # 4 KB each
+    for part in (module, shards):  # ids of four bytes, as for large vocabularies
+        monkeypatch.setattr(part, "token_dtype", lambda vocab_size: np.dtype("<u4"))
+    out = pack_documents(books, tmp_path)
+    assert Counter(documents(out, "train") + documents(out, "val")) == Counter(books)
+    tokens = read_description(out)["splits"]["train"]["tokens"]
+    assert (out / "train-00000.bin").stat().st_size == 4 * tokens
+
+
+def test_the_only_document_trains_even_if_its_hash_is_for_validation(tmp_path):
+    out = pack_documents(DOCUMENTS[:1], tmp_path, "one", vocab_size=None, val_fraction=0.999999)
+    assert documents(out, "train") == DOCUMENTS[:1]
+    assert documents(out, "val") == []
+    out = pack_documents(DOCUMENTS, tmp_path, "more", val_fraction=0.999999, segmentations=2)
+    assert documents(out, "train") == DOCUMENTS[:1] * 2
+    assert documents(out, "val") == DOCUMENTS[1:]
+
+
+LOSSY = {  # SentencePiece's settings → a text that does not come back
+    "remove_extra_whitespaces": ({"byte_fallback": True}, "a:\n    b  c"),
+    "nmt_nfkc": ({"normalization_rule_name": "nmt_nfkc", "byte_fallback": True}, "\ufb01ne"),
+    "unigram": ({"model_type": "unigram", "vocab_size": 60}, "a \u9f98"),
+}
+
+
+@pytest.mark.parametrize("kind", [*LOSSY, "whitespace"])
+def test_a_document_that_the_tokenizer_changes_is_bad_and_shown(tmp_path, kind):
+    settings, changed = LOSSY.get(kind, ({}, "a   b"))
+    path, good = tmp_path / "t.model", "sum 1 and 2"
+    if kind == "whitespace":
+        path = write_tokenizer(tmp_path / "json", "smollm2", [good]) / "tokenizer.json"
+        pieces = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}]}
+        pieces["pretokenizers"].append(
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+        )
+        content = json.loads(path.read_text()) | {"pre_tokenizer": pieces}
+        path.write_text(json.dumps(content))
+        good = " sum"
+    else:
+        sentences = iter([f"{text} a b c : sum and 1 2" for text in DOCUMENTS])
+        usual = {"model_type": "bpe", "vocab_size": 300, "normalization_rule_name": "identity"}
+        usual |= {"add_dummy_prefix": False, "minloglevel": 2}
+        with open(path, "wb") as file:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=sentences, model_writer=file, **usual | settings
+            )
+    texts, flags = [good, changed], {"val_fraction": 0, "tokenizer": str(path)}
+    place = r"out\.jsonl, line 2: the tokenizer turns "
+    with pytest.raises(UsageError, match=place + re.escape(repr(changed))):
+        pack_documents(texts, tmp_path, **flags)
+    out = pack_documents(texts, tmp_path, **flags, skip_bad_lines=True)
+    about = read_description(out)
+    assert (about["bad_documents"], about["splits"]["train"]["bytes"]) == (1, len(good))
+
+
+def test_if_every_document_is_bad_the_first_is_shown_although_bad_documents_are_skipped(tmp_path):
+    (path := tmp_path / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
+    for tokenizer in (None, str(train_small(tmp_path / "t.model"))):
+        with pytest.raises(UsageError, match=r"line 1: no column 'text'.*it has 'content'"):
+            pack(path, tmp_path / "out", skip_bad_lines=True, tokenizer=tokenizer)
+
+
+def train_small(path: Path) -> Path:
+    train_tokenizer(DOCUMENTS, 300, path)
+    return path
+
+
+def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "TOKENIZER_SAMPLE_BYTES", 20_000)
+    taken = []
+
+    def remember(texts, vocab_size, path, **options):
+        taken.extend(texts)
+        train_tokenizer(taken, vocab_size, path)
+
+    monkeypatch.setattr(module, "train_tokenizer", remember)
+    for name in "abc":
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {d}" for d in DOCUMENTS * 3])
+    pack(sorted(tmp_path.glob("*.jsonl")), tmp_path / "out")
+    assert 10_000 < sum(len(text.encode()) for text in taken) < 40_000
+    a, b, c = Counter(text[0] for text in taken).values()
+    assert min(a, b, c) > max(a, b, c) / 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import write_corpus
 
-from data.prepared import default_out
+from data.prepare import default_out
 from data.shards import read_description
 from scripts import prepare_data
 from scripts.prepare_data import main

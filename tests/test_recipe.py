@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from model import LMConfig
-from training.recipe import (
+from launch.recipe import (
     EVALUATIONS,
     LEAST_STEPS,
     MIN_STEPS,
@@ -18,6 +17,7 @@ from training.recipe import (
     repetition_flags,
     shape_settings,
 )
+from model import LMConfig
 
 TEXT = Task(seconds=200, tokens=3.7e6, most_passes=10, validation_tokens=1e5)
 

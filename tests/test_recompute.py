@@ -5,9 +5,9 @@ from test_transformer import some_tokens, transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UsageError
+from engine.compilation import compile_blocks
 from model import Transformer
 from training.arguments import parse_arguments
-from training.engine.compilation import compile_blocks
 
 WAYS = pytest.mark.parametrize("what", ["blocks", "selective"])
 

@@ -10,13 +10,13 @@ import torch
 
 from common.errors import UsageError
 from data.dataset import PackedDataset
+from engine.engine import Engine
 from model import IGNORE_INDEX, LMConfig
 from storage.folder import RunFolder
 from training.arguments import TrainingArguments
-from training.engine.launch import Engine
-from training.prepare import Prepared, shapes_of
-from training.resume import StartingPoint
+from training.inputs import Inputs, shapes_of
 from training.run import MicroBatch, Run
+from training.starting_point import StartingPoint
 
 ACCUMULATION, BATCH, SEQ_LEN, VOCAB, STEPS = 3, 2, 8, 50, 4
 ALL = [SEQ_LEN] * ACCUMULATION * BATCH
@@ -52,7 +52,7 @@ def run_of(accelerator, tmp_path):
         engine = Engine(accelerator, "single process", deepspeed=None)
         engine.set_accumulation(ACCUMULATION)
         config = LMConfig(dim=16, n_layers=1, n_heads=2, vocab_size=VOCAB, max_seq_len=SEQ_LEN)
-        prepared = Prepared(
+        inputs = Inputs(
             args=args,
             start=StartingPoint(RunFolder(tmp_path), state={"step": trained}),
             source=None,
@@ -65,7 +65,7 @@ def run_of(accelerator, tmp_path):
             total_steps=STEPS,
         )
         stop = SimpleNamespace(reason=lambda: None, time_to_save=False, saved=lambda: None)
-        runs.append(Run(prepared, engine, stop))
+        runs.append(Run(inputs, engine, stop))
         runs[-1].log.open()
         return runs[-1]
 

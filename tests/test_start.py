@@ -17,18 +17,18 @@ from conftest import TINY
 
 from common.numbers import memory
 from data.dataset import PackedDataset
-from data.packing import PackingOptions, prepare
+from data.prepare import PackingOptions, prepare
+from engine.engine import Engine
+from engine.memory import DDP, GIB, MARGIN, OVERHEAD, estimate
 from model import LMConfig
 from storage.checkpoint import read_state
 from storage.folder import RunFolder, lock
 from train_pretrain_accelerate import main
-from training import start
+from training import set_up, start_block
 from training.arguments import SFTArguments, TrainingArguments
-from training.engine.estimate import DDP, GIB, MARGIN, OVERHEAD, estimate
-from training.engine.launch import Engine
-from training.prepare import Prepared, shapes_of
-from training.resume import StartingPoint
+from training.inputs import Inputs, shapes_of
 from training.run import Run
+from training.starting_point import StartingPoint
 
 CONFIG = LMConfig()
 
@@ -42,21 +42,21 @@ def run_of(monkeypatch, tmp_path):
         zero = {"stage": 2} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
         file = {"zero_optimization": zero, "data_types": {"grad_accum_dtype": "fp32"}}
         accelerator = SimpleNamespace(num_processes=2, device=torch.device(device))
-        monkeypatch.setattr(start, "available_memory", lambda device, processes: available)
-        monkeypatch.setattr(start, "cpu_emulates_bf16", lambda: emulates)
-        prepared = {
+        monkeypatch.setattr(start_block, "available_memory", lambda device, processes: available)
+        monkeypatch.setattr(start_block, "cpu_emulates_bf16", lambda: emulates)
+        inputs = {
             **{"args": args, "start": StartingPoint(RunFolder(tmp_path)), "source": None},
             **{"teacher": None, "train_set": None, "val_set": 1, "config": CONFIG},
             **{"shapes": shapes_of(CONFIG, args), "identity": {}},
         }
-        prepared = Prepared(**prepared | {"total_steps": 1000} | changes)
+        inputs = Inputs(**inputs | {"total_steps": 1000} | changes)
         return SimpleNamespace(
             args=args,
             engine=Engine(accelerator, "DeepSpeed ZeRO-2", file),
             accelerator=accelerator,
             folder=RunFolder(tmp_path),
-            prepared=prepared,
-            work=prepared.workload(2, accelerator.device, compiled=False),
+            inputs=inputs,
+            work=inputs.workload(2, accelerator.device, compiled=False),
         )
 
     return make
@@ -75,9 +75,9 @@ def enough_for(run) -> int:
 def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device, offload):
     run = run_of(device=device, offload=offload)
     enough = enough_for(run)
-    assert start.warnings(run_of(2**60, device, offload)) == []
-    assert start.warnings(run_of(enough, device, offload)) == []
-    (line,) = start.warnings(run_of(enough - 2, device, offload))
+    assert start_block.warnings(run_of(2**60, device, offload)) == []
+    assert start_block.warnings(run_of(enough, device, offload)) == []
+    (line,) = start_block.warnings(run_of(enough - 2, device, offload))
     assert line.startswith("WARNING: a process may need ")
     assert f", but has only {(enough - 2) / GIB:.2f} GiB: a smaller --batch_size" in line
     # Offloading saves memory only on a GPU.
@@ -90,21 +90,23 @@ def test_too_little_ram_for_offloaded_tensors_is_warned_of(run_of, monkeypatch):
     needed = estimate(run.engine.kind, run.work).ram
     for spare, warned in ((0, False), (-1, True)):
         memory = {"cuda": 2**60, "cpu": needed + spare}
-        monkeypatch.setattr(start, "available_memory", lambda device, n, m=memory: m[device.type])
-        lines = start.warnings(run)
+        monkeypatch.setattr(
+            start_block, "available_memory", lambda device, n, m=memory: m[device.type]
+        )
+        lines = start_block.warnings(run)
         assert ["each process offloads" in line for line in lines] == [True] * warned
 
 
 def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
     enough = enough_for(run_of())
     monkeypatch.setattr(Engine, "largest", lambda self, mine, *how: max(mine, -(enough - 2)))
-    assert len(start.warnings(run_of(2 * enough))) == 1
+    assert len(start_block.warnings(run_of(2 * enough))) == 1
 
 
 def test_a_run_on_one_gpu_says_how_much_memory_it_would_save_without_an_engine(run_of):
     """Bytes per parameter: ZeRO-2 18 + 4 (buckets), DDP 16 + 2 (bf16 copy). `coalesces` adds 4."""
     run = run_of(device="cuda", args=TrainingArguments(dtype="bfloat16"))
-    kind, n = run.engine.kind, run.prepared.shapes.num_parameters()
+    kind, n = run.engine.kind, run.inputs.shapes.num_parameters()
     for processes, device, engine, saved in (
         (1, "cuda", kind, 4 * n),
         (1, "cuda", replace(kind, coalesces=True), 8 * n),
@@ -113,9 +115,9 @@ def test_a_run_on_one_gpu_says_how_much_memory_it_would_save_without_an_engine(r
         (1, "cpu", kind, 0),
         (2, "cuda", kind, 0),
     ):
-        work = run.prepared.workload(processes, torch.device(device), compiled=True)
+        work = run.inputs.workload(processes, torch.device(device), compiled=True)
         said = f"`python train_pretrain_accelerate.py` needs about {memory(saved)} less"
-        text = start.without_engine(engine, work)
+        text = start_block.without_engine(engine, work)
         assert said in text if saved else text == ""
 
 
@@ -127,16 +129,18 @@ def test_the_memory_of_a_teacher_is_counted(run_of):
 
 
 def test_bf16_on_a_cpu_that_emulates_it_is_warned_of(run_of):
-    (line,) = start.warnings(run_of(emulates=True))
+    (line,) = start_block.warnings(run_of(emulates=True))
     assert "--dtype float32" in line
-    assert start.warnings(run_of(emulates=True, args=TrainingArguments(dtype="float32"))) == []
+    assert (
+        start_block.warnings(run_of(emulates=True, args=TrainingArguments(dtype="float32"))) == []
+    )
 
 
 @pytest.mark.parametrize(
     ("args", "how"), [(TrainingArguments(), "smaller"), (SFTArguments(data="x"), "larger")]
 )
 def test_data_without_a_validation_split_give_a_warning(run_of, args, how):
-    (line,) = start.warnings(run_of(val_set=None, args=args))
+    (line,) = start_block.warnings(run_of(val_set=None, args=args))
     assert line.startswith("NO VALIDATION: ")
     assert f"with a {how} --max_seq_len" in line
 
@@ -150,12 +154,12 @@ def test_positions_that_were_never_trained_are_warned_of(run_of, tmp_path, train
     said = "WARNING: out/runs/short/weights was trained on 256 positions, this run has 512: pass "
     said += "--max_seq_len 256, or train long enough to learn the others"
     expected = [said] if trained < CONFIG.max_seq_len and not resumed else []
-    assert start.warnings(run_of(source=source, start=begin)) == expected
+    assert start_block.warnings(run_of(source=source, start=begin)) == expected
 
 
 def test_a_folder_that_other_machines_do_not_see_is_warned_of(run_of, monkeypatch):
     monkeypatch.setattr(Engine, "total", lambda self, mine, *how: mine + 1)
-    (line,) = start.warnings(run_of())
+    (line,) = start_block.warnings(run_of())
     assert "not every machine sees" in line
 
 
@@ -207,7 +211,7 @@ def test_compiled_code_of_one_call_is_dropped_before_the_next():
         return x * 2
 
     for _ in range(2):
-        with start.notebook_process(["program"]):
+        with set_up.notebook_process(["program"]):
             torch.compile(double, backend=backend)(torch.ones(3))
     assert len(compiled) == 2
 

@@ -9,11 +9,11 @@ from transformers import LlamaForCausalLM
 
 from common.errors import UsageError
 from data.dataset import PackedDataset
+from engine.engine import Engine
 from formats.import_weights import import_weights
 from model import ConfigError
 from storage.weights import WeightsFolder
 from training.arguments import DistillationArguments
-from training.engine.launch import Engine
 from training.teacher import Teacher, TeacherWeights
 
 SEQ_LEN = 32

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from common.errors import UsageError
-from training.engine.zero_inference import config_of_launch
+from engine.zero_inference import config_of_launch
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import math
 import types
 from collections.abc import Container
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from common.errors import UsageError
 from common.parser import OneLineParser, is_text
@@ -309,3 +309,14 @@ def as_arguments(
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}
     return kind(**values), model_settings
+
+
+def as_words(flags: dict[str, Any]) -> list[str]:
+    """Return flags as words of a command."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words.append(f"--{name}={value}")
+    return words

@@ -7,18 +7,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UsageError
-from model import Transformer
-from training.engine.compilation import compile_blocks
-from training.engine.deepspeed_setup import (
+from engine.compilation import compile_blocks
+from engine.deepspeed_setup import (
     launch_fewer_kernels,
     partitioned_while_built,
     set_up_deepspeed,
 )
-from training.engine.estimate import Workload, can_coalesce
-from training.engine.launch import KEPT, Engine
-from training.engine.state import TrainingState
+from engine.engine import KEPT, Engine
+from engine.memory import Workload, can_coalesce
+from engine.whole_tensors import TrainingState
+from model import Transformer
+from training.inputs import Inputs
 from training.optimizer import build_optimizer, set_muon_layout
-from training.prepare import Prepared
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def build_model(
-    prepared: Prepared, engine: Engine, work: Workload
+    inputs: Inputs, engine: Engine, work: Workload
 ) -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:
     """Build a model with random initial weights, and its optimizer. Every process must call this.
 
@@ -45,7 +45,7 @@ def build_model(
     parameters in fp32. Frozen parameters are in --dtype.
     Raises UsageError if DeepSpeed cannot be set up, or if DeepSpeed rejects its configuration.
     """
-    args, config, accelerator = prepared.args, prepared.config, engine.accelerator
+    args, config, accelerator = inputs.args, inputs.config, engine.accelerator
     engine.fit_to(config.dim, work.trained)
     set_up_deepspeed(engine)
     torch.manual_seed(args.seed)  # the same initial weights on every process
@@ -61,7 +61,7 @@ def build_model(
         block.recompute = args.gradient_checkpointing
     # No cuDNN attention for conversations: it would prepare a new plan for each length. (Blocks
     # that an earlier run compiled with cuDNN for the same lengths may still use it.)
-    torch.backends.cuda.enable_cudnn_sdp(prepared.train_set.lengths is None)
+    torch.backends.cuda.enable_cudnn_sdp(inputs.train_set.lengths is None)
     if work.compiled:
         compile_blocks(model)
     # DDP would broadcast this buffer, but every process has computed the same numbers.
@@ -83,4 +83,4 @@ def build_model(
         launch_fewer_kernels(optimizer.optimizer)
     set_muon_layout(model, engine)
     torch.manual_seed(args.seed + 1000003 * accelerator.process_index)  # other dropout on each rank
-    return model, optimizer, TrainingState(engine, model, optimizer, prepared.shapes)
+    return model, optimizer, TrainingState(engine, model, optimizer, inputs.shapes)

@@ -7,19 +7,17 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from common.launcher import LAUNCHER_ENDED
-from training.engine.launch import Engine
+from engine.engine import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, LAUNCHER_ENDED)
 SAME_REQUEST_SECONDS = 2.0  # after Ctrl-C, terminal and launcher may both send a signal
 LIVES_ON = "PROCESS_LIVES_ON"  # environment variable: set if the process goes on after the run
 STOP_NOTE = "STOP_NOTE"  # environment variable: file to create when a stopped run is saved
-CHECKPOINT_WRITER = "checkpoint writer"  # name of a thread; `exit_rank` waits for it
 SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange; a signal's code is its number
 REASONS = {TIME_LIMIT: "the time limit", LAUNCHER_ENDED: "the end of its launcher"}
 
@@ -88,18 +86,3 @@ def how_to_resume(run: Path | str) -> str:
 def python() -> str:
     """Return the command of this Python: "python" if the PATH leads to it, else its path."""
     return "python" if shutil.which("python") == sys.executable else sys.executable
-
-
-def exit_rank() -> None:
-    """End a rank that has finished or printed its error. Skip Python's shutdown, in which gloo may
-    abort. After an error the launcher ends the other ranks, which wait (see `one_line_errors`)."""
-    error = sys.exc_info()[1]
-    if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
-        return
-    for thread in threading.enumerate():
-        if thread.name == CHECKPOINT_WRITER:  # os._exit would kill this thread
-            thread.join()
-    for output in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError):  # a closed stream, a full disk or a broken pipe
-            output.flush()
-    os._exit(error.code if error else 0)

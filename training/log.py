@@ -16,11 +16,11 @@ from torch import Tensor
 
 from common.atomic import write_whole
 from common.errors import UsageError
+from engine.device import device_name, matrix_precision, peak_flops, peak_memory_bytes
 from model.experts import ROUTING
 from report.history import number, read_rows
 from storage.folder import read_settings
-from training.engine.device import device_name, matrix_precision, peak_flops, peak_memory_bytes
-from training.prepare import Prepared
+from training.inputs import Inputs
 
 
 class LossMeter:
@@ -100,14 +100,14 @@ class TrainingLog:
     pauses and the first step after a start, which may compile. Only the main process writes. `name`
     is printed before each message. It is empty unless several runs are trained side by side."""
 
-    def __init__(self, prepared: Prepared, accelerator: Accelerator, name: str = ""):
+    def __init__(self, inputs: Inputs, accelerator: Accelerator, name: str = ""):
         self.accelerator, self.name = accelerator, name
-        self.args, self.folder = prepared.args, prepared.start.folder
-        self.first_step, self.total_steps = prepared.start.step + 1, prepared.total_steps
-        self.flops_per_token = prepared.flops_per_token
+        self.args, self.folder = inputs.args, inputs.start.folder
+        self.first_step, self.total_steps = inputs.start.step + 1, inputs.total_steps
+        self.flops_per_token = inputs.flops_per_token
         samples = self.args.global_batch(accelerator.num_processes)
-        self.tokens_per_step = samples * prepared.train_set.tokens_per_sample
-        routing = ROUTING if prepared.config.use_moe else ()
+        self.tokens_per_step = samples * inputs.train_set.tokens_per_sample
+        routing = ROUTING if inputs.config.use_moe else ()
         self.meter = LossMeter(accelerator, (*self.args.logged, *routing))
         self.clock = StepClock()
         precision = matrix_precision(self.accelerator.mixed_precision)

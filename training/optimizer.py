@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from common.errors import UsageError
+from engine.deepspeed_config import ADAM_EPS
+from engine.device import has_bf16
+from engine.engine import Engine
+from engine.partition import Part, Partition, partitions, shape_of
+from engine.whole_tensors import state_of
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import ADAM_EPS
-from training.engine.device import has_bf16
-from training.engine.launch import Engine
-from training.engine.partition import Part, Partition, partitions, shape_of
-from training.engine.state import state_of
 
 MAX_DEFAULT_WARMUP = 2000
 # Coefficients (a, b, c) of each iteration of `orthogonalize`. Five iterations move every singular

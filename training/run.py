@@ -14,18 +14,18 @@ from torch.utils.data import DataLoader
 
 from common.errors import UsageError
 from data.order import LengthSampler, MicroBatchSampler
+from engine.compilation import why_not_compile
+from engine.engine import Engine
 from model import IGNORE_INDEX
 from model.experts import load_balance
 from training.build import build_model
-from training.checkpointing import Checkpointer, load_checkpoint
-from training.engine.compilation import why_not_compile
-from training.engine.launch import Engine
+from training.checkpoint_writer import Checkpointer, load_checkpoint
+from training.inputs import Inputs
 from training.interruption import StopRequest, end_stopped
 from training.log import TrainingLog
 from training.optimizer import LearningRate
-from training.prepare import Prepared
+from training.outputs import say_stopped, write_results, write_sample
 from training.profiler import StepProfiler
-from training.results import say_stopped, write_results, write_sample
 from training.teacher import Teacher
 from training.validation import validate, validation_loader
 
@@ -43,11 +43,11 @@ class MicroBatch(NamedTuple):
 FIRST_SEGMENTATION_SHARE = 0.1
 
 
-def step_batches(prepared: Prepared, engine: Engine) -> Iterator[Iterable[MicroBatch]]:
+def step_batches(inputs: Inputs, engine: Engine) -> Iterator[Iterable[MicroBatch]]:
     """Yield the micro-batches of each step after `prepared.start`. Every target of a global
     batch (batch_size × accumulation_steps × processes) has the same weight in the gradient. Every
     process must iterate."""
-    args, train_set = prepared.args, prepared.train_set
+    args, train_set = inputs.args, inputs.train_set
     global_batch = args.global_batch(engine.processes)
     device = engine.accelerator.device
     sampler = MicroBatchSampler
@@ -59,10 +59,10 @@ def step_batches(prepared: Prepared, engine: Engine) -> Iterator[Iterable[MicroB
         rank=engine.accelerator.process_index,
         world_size=engine.processes,
         seed=args.seed,
-        start=prepared.start.step * global_batch,  # in sequences
+        start=inputs.start.step * global_batch,  # in sequences
     )
     if train_set.n_first:  # the last steps read only the first segmentation
-        left = round((1 - FIRST_SEGMENTATION_SHARE) * prepared.total_steps) - prepared.start.step
+        left = round((1 - FIRST_SEGMENTATION_SHARE) * inputs.total_steps) - inputs.start.step
         late = replace(order, n_samples=train_set.n_first, start=max(0, -left) * global_batch)
         order = chain(islice(order, max(0, left) * args.accumulation_steps), late)
     on_gpu = device.type == "cuda"
@@ -97,36 +97,36 @@ def step_batches(prepared: Prepared, engine: Engine) -> Iterator[Iterable[MicroB
 
 class Run:
     """One training run. Creating it builds the model with random weights, and loads the checkpoint
-    of a resumed run; training/start.py loads --init_from. Each log line begins with `name`."""
+    of a resumed run; training/set_up.py loads --init_from. Each log line begins with `name`."""
 
-    def __init__(self, prepared: Prepared, engine: Engine, stop: StopRequest, name: str = ""):
-        self.prepared, self.engine, self.stop = prepared, engine, stop
-        args, train_set, start = prepared.args, prepared.train_set, prepared.start
+    def __init__(self, inputs: Inputs, engine: Engine, stop: StopRequest, name: str = ""):
+        self.inputs, self.engine, self.stop = inputs, engine, stop
+        args, train_set, start = inputs.args, inputs.train_set, inputs.start
         self.args, self.accelerator, self.folder = args, engine.accelerator, start.folder
-        self.first_step, self.total_steps = start.step + 1, prepared.total_steps
+        self.first_step, self.total_steps = start.step + 1, inputs.total_steps
         self.teacher: Teacher | None = None  # only in distillation
-        if prepared.teacher:
-            self.teacher = Teacher(prepared.teacher, engine, args.dtype, train_set.vocab_size)
+        if inputs.teacher:
+            self.teacher = Teacher(inputs.teacher, engine, args.dtype, train_set.vocab_size)
         was_compiled = start.state.get("compiled")  # a resumed run needs the same kernels
         tokens = args.global_batch(1) * self.total_steps * train_set.tokens_per_sample
-        flops = tokens * prepared.flops_per_token  # of this process in the whole run
+        flops = tokens * inputs.flops_per_token  # of this process in the whole run
         # None: the blocks are compiled.
         self.why_not_compiled = why_not_compile(args.compile, was_compiled, flops, engine)
         compiled = self.why_not_compiled is None
-        self.work = prepared.workload(engine.processes, self.accelerator.device, compiled)
-        self.model, self.optimizer, self.state = build_model(prepared, engine, self.work)
+        self.work = inputs.workload(engine.processes, self.accelerator.device, compiled)
+        self.model, self.optimizer, self.state = build_model(inputs, engine, self.work)
         self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
         self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
-        self._batches = step_batches(prepared, engine)
-        self.log = TrainingLog(prepared, self.accelerator, name)
+        self._batches = step_batches(inputs, engine)
+        self.log = TrainingLog(inputs, self.accelerator, name)
         if start.checkpoint:
             load_checkpoint(start.checkpoint, engine, self.state, self.log.meter)
         self.profiler = StepProfiler(self.accelerator, self.model, self.folder.profile, args)
-        self.val_loader = prepared.val_set and validation_loader(
-            prepared.val_set, args.batch_size, args.eval_samples, self.accelerator
+        self.val_loader = inputs.val_set and validation_loader(
+            inputs.val_set, args.batch_size, args.eval_samples, self.accelerator
         )
-        self.checkpointer = Checkpointer(prepared, self.state, compiled, self.log)
+        self.checkpointer = Checkpointer(inputs, self.state, compiled, self.log)
 
     def steps(self) -> Iterator[int]:
         """Yield the step numbers from `first_step` to the last step or a stop request."""
@@ -172,7 +172,7 @@ class Run:
         self.profiler.phase("backward")
         trained = loss
         if routing is not None:
-            config = self.prepared.config
+            config = self.inputs.config
             counts = batch.targets != IGNORE_INDEX
             balance = load_balance(routing, counts, config.num_experts_per_tok)
             trained = loss + config.router_aux_loss * balance["balancing_loss"]
@@ -183,7 +183,7 @@ class Run:
         backward = (self.model if self.engine.coalesces else self.accelerator).backward
         backward(weighted)
         if batch.n_targets:
-            share = batch.n_targets / (self.args.batch_size * self.prepared.train_set.seq_len)
+            share = batch.n_targets / (self.args.batch_size * self.inputs.train_set.seq_len)
             self.log.meter.add(share, loss=loss.detach(), **parts)
 
     def clip_gradients(self) -> float | Tensor:
@@ -212,7 +212,7 @@ class Run:
         None. Raises UsageError after --max_bad_steps steps in a row with a non-finite gradient."""
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
-        epoch = step * self.samples_per_step / self.prepared.samples_per_epoch
+        epoch = step * self.samples_per_step / self.inputs.samples_per_epoch
         self.log.end_step(step, self.learning_rate(step), grad_norm, epoch)
         if profile:
             self.log.profile(step, *profile)
@@ -235,7 +235,7 @@ class Run:
         if not self.val_loader:
             return None
         with self.log.clock.pause():
-            bytes_per_token = self.prepared.val_set.bytes_per_token
+            bytes_per_token = self.inputs.val_set.bytes_per_token
             result = validate(self.model, self.val_loader, self.accelerator, bytes_per_token)
         self.log.validation(step, result)
         return result["loss"] if math.isfinite(result["loss"]) else None
@@ -243,7 +243,7 @@ class Run:
     def write_sample(self, step: int) -> None:
         """Let the model generate a text, log it and append it to samples.jsonl."""
         with self.log.clock.pause():
-            write_sample(step, self.state.whole_model(), self.prepared, self.log)
+            write_sample(step, self.state.whole_model(), self.inputs, self.log)
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
         """Return whether val_loss is the lowest so far, --save_interval is due, or the run ends.
@@ -281,6 +281,6 @@ class Run:
         weights = self.state.weights()
         saved = self.close()
         if self.engine.is_main:
-            write_results(self.prepared, weights, self.log)
+            write_results(self.inputs, weights, self.log)
         if not saved:
             raise UsageError(f"{self.folder.path}: the last checkpoint was not saved")

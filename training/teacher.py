@@ -11,14 +11,14 @@ from torch import Tensor
 from common.errors import UsageError
 from data.dataset import TokenStream
 from data.tokenizer import tokenizer_hash
+from engine.agreement import on_every_process
+from engine.deepspeed_config import read_config
+from engine.engine import Engine
+from engine.zero_inference import inference_config, load_divided
 from formats.portable import without_memory
 from model import LMConfig, Transformer
 from storage.weights import WeightsFolder
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import read_config
-from training.engine.launch import Engine
-from training.engine.main_process import on_every_process
-from training.engine.zero_inference import inference_config, load_divided
 
 
 def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:

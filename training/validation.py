@@ -2,13 +2,13 @@
 
 import math
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from data.dataset import TokenStream
+from data.order import spread
 from model import IGNORE_INDEX
 
 
@@ -26,11 +26,6 @@ def validation_loader(
         generator=torch.Generator(),  # the default generator also draws dropout masks
     )
     return accelerator.prepare_data_loader(loader)
-
-
-def spread(n: int, most: int) -> list[int]:
-    """Return at most `most` (0: all) of the integers 0..n-1, in order and evenly spaced."""
-    return np.linspace(0, n - 1, n if most == 0 else min(n, most)).astype(int).tolist()
 
 
 @torch.no_grad()

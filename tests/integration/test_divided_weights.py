@@ -16,7 +16,7 @@ DIVIDED += ["--config_file", "configs/zero3_offload.yaml"]
 HOLDS = """
 import json, os, sys
 from storage.weights import load_trained
-from training.engine import zero_inference
+from engine import zero_inference
 
 sizes, gathered = [], zero_inference.gathered
 def noted(*parameters, **how):

@@ -10,14 +10,14 @@ from conftest import Trained, run, train
 from small_model import opinionated
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from engine.compilation import compile_blocks
+from engine.device import attention_kernel
 from inference import decoder
 from inference.decoder import Decoder
 from inference.generation import Batch, Continuation
 from inference.sampling import Sampling
 from model import LMConfig, Transformer, apply_rotary_emb
 from model.attention import fast_attention, plain_attention
-from training.engine.compilation import compile_blocks
-from training.engine.device import attention_kernel
 
 pytestmark = [
     pytest.mark.gpu,

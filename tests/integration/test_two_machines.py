@@ -26,7 +26,7 @@ from conftest import (
 )
 from machines import ADDRESSES, NAMES, two_machines
 
-from data.packing import PackingOptions, prepare
+from data.prepare import PackingOptions, prepare
 
 pytestmark = pytest.mark.slow
 

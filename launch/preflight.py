@@ -1,0 +1,161 @@
+"""Decide how run_accelerate.sh trains, check the launch, and print the launcher's arguments.
+
+    python -m launch.preflight [flags of the training program]
+
+The training program makes the same checks, but its launcher adds a page of output to each error.
+"""
+
+import io
+import os
+import shlex
+import sys
+import time
+from contextlib import redirect_stdout
+from functools import partial
+from typing import Any
+
+import torch
+import yaml
+from accelerate.commands import launch
+from accelerate.commands.config.config_args import load_config_from_file
+
+from common.errors import UsageError, one_line_errors
+from common.numbers import counted
+from engine.device import cpu_emulates_bf16, require_usable_gpu
+from engine.engine import (
+    OTHER_ENGINES,
+    check_precision,
+    deepspeed_plugin,
+    set_launch_variables,
+)
+from engine.launcher_settings import with_launcher_settings
+from launch.shell_variables import ShellVariables
+from launch.time_budget import TimeBudget, fitting_shapes
+from model import ConfigError, LMConfig
+from storage.folder import read_settings
+from training.arguments import TrainingArguments, as_arguments, as_words, build_parser, flags_of
+from training.inputs import Inputs, prepare
+from training.log import require_trackers
+from training.starting_point import find_starting_point
+
+# Exceptions of Accelerate for a file that it cannot use.
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
+UNREADABLE += (yaml.YAMLError,)
+
+
+def read_launch(config_file: str) -> bool:
+    """Read Accelerate's file, set the variables that `accelerate launch` sets for DeepSpeed, and
+    return whether the file chooses DeepSpeed. Raises UsageError if the file is invalid or
+    contradicts other settings."""
+    try:
+        config = load_config_from_file(config_file)
+        words = ["--config_file", config_file, "--num_processes", "1", "--num_machines", "1"]
+        options = launch.launch_command_parser().parse_args([*words, "program"])
+        options, _, has_precision = launch._validate_launch_command(options)
+        if options.use_deepspeed:
+            fields = [*config.deepspeed_config, *["mixed_precision"] * has_precision]
+            options.deepspeed_fields_from_accelerate_config = ",".join(map(str, fields))
+            options.main_process_port = 0
+            _, environ = launch.prepare_deepspeed_cmd_env(options)
+            found = {k: v for k, v in environ.items() if k.startswith("ACCELERATE_")}
+            os.environ.update(found | {"ACCELERATE_MIXED_PRECISION": "no"})
+        if options.dynamo_backend != "no":
+            os.environ["ACCELERATE_DYNAMO_BACKEND"] = str(options.dynamo_backend)
+        for name in OTHER_ENGINES:
+            if getattr(options, f"use_{name.lower()}"):
+                os.environ[f"ACCELERATE_USE_{name}"] = "true"
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"Accelerate rejects {config_file}: {reason}") from error
+    if config.num_machines != 1 and os.environ.get("NUM_MACHINES", "1") == "1":
+        remedy = "set NUM_MACHINES, MACHINE_RANK and MASTER_ADDR"
+        raise UsageError(f"{config_file} is for {config.num_machines} machines: {remedy}")
+    return options.use_deepspeed
+
+
+def check_launch(
+    config_file: str,
+    processes: int,
+    flags: dict[str, Any],
+    kind: type[TrainingArguments] = TrainingArguments,
+) -> tuple[Inputs, dict | None]:
+    """Prepare a run in this process alone; return it and DeepSpeed's configuration, if any.
+    Raises UsageError or ConfigError if the launch cannot work."""
+    has_deepspeed = read_launch(config_file)
+    args, model_settings = as_arguments(with_launcher_settings(flags), kind)
+    require_trackers(args.trackers)
+    require_usable_gpu()
+    check_precision(args, torch.cuda.is_available())
+    set_launch_variables(args)
+    os.environ["WORLD_SIZE"] = str(processes)
+    has_deepspeed = has_deepspeed or bool(args.deepspeed)
+    config = deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
+    inputs = prepare(args, model_settings, None, processes)
+    if inputs.source and not inputs.start.checkpoint:
+        inputs.source.load()
+    return inputs, config
+
+
+def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[str, Any]:
+    """Return the flags that a resumed run takes over from its settings.json; {} for a new run."""
+    if "resume" not in flags:
+        return {}
+    with redirect_stdout(io.StringIO()):  # `prepare` prints the same messages
+        start = find_starting_point(as_arguments(dict(flags), kind)[0])
+    if not start.checkpoint:
+        return {}
+    known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
+    settings = read_settings(start.folder.settings)
+    saved = settings.get("model", {}) | settings.get("arguments", {})
+    of_launch = {"resume", "run_name", "out_dir", "init_from", "teacher", "data", "deepspeed"}
+    of_launch |= {"time_limit"}
+    names = known - of_launch - flags.keys() - ({"max_steps"} if "epochs" in flags else set())
+    return {k: v for k, v in saved.items() if k in names and v is not None}
+
+
+def main(words: list[str]) -> list[str]:
+    """Return the launcher's arguments. Raises UsageError or ConfigError if the launch cannot
+    work."""
+    request = ShellVariables(os.environ, words)
+    parser = build_parser(request.kind)
+    parser.parse_args(words)  # a typing mistake should not cost the time to prepare text
+    begun = time.time()
+    words = [*request.data_flags(), *words]
+    preparing = time.time() - begun
+    if request.get("ENGINE") == "fp16":
+        words = ["--dtype", "float16", *words]
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
+    require_usable_gpu()
+    processes = request.processes(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    read_launch(request.config)
+    typed = vars(parser.parse_args(words))
+    decided = with_launcher_settings(typed, request.launcher_words(processes))
+    words = [*as_words({k: v for k, v in decided.items() if k not in typed}), *words]
+    typed, saved = decided, saved_flags(decided, request.kind)
+    if "dtype" not in typed | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
+        print("--dtype float32, because this CPU would emulate bf16")
+        words, typed["dtype"] = ["--dtype", "float32", *words], "float32"
+    check = partial(check_launch, request.config, processes, kind=request.kind)
+    added = saved
+    if saved:
+        print("resumed with the flags of the run and the typed flags; MINUTES has no effect")
+    else:
+        shape = {}
+        if request.stage != "sft" and not typed.get("init_from"):
+            shape = fitting_shapes(typed)[0]  # the first shape, until one is chosen
+        if request.stage == "distill":
+            shape.pop("max_seq_len", None)  # the teacher decides the length
+        inputs, deepspeed = check(typed | shape)
+        added = TimeBudget(request, inputs, deepspeed, typed, processes, preparing).flags()
+    check(typed | added)
+    print(f"starting {counted(processes, 'processes')}; PyTorch is loaded again")
+    return [*request.launcher_words(processes), request.kind.program, *as_words(added), *words]
+
+
+if __name__ == "__main__":
+    # stdout is for the launcher's arguments, so everything else that is printed goes to stderr.
+    output = os.dup(1)
+    os.dup2(2, 1)
+    with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
+        os.write(output, os.fsencode(shlex.join(main(sys.argv[1:]))))

@@ -1,0 +1,191 @@
+"""Compute the model and the flags that run_accelerate.sh uses for a text, a machine and a time.
+
+`choose` measures nothing: it gets a function that returns the seconds of a step.
+docs/recipe.md has the measurements behind the numbers; benchmarks.recipe compares shapes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from common.errors import TooLittleMemoryError
+from common.numbers import counted
+
+# The shapes to choose from, in order of increasing size: n_layers, dim.
+SHAPES = (
+    *((2, 64), (2, 96), (3, 96), (3, 128), (3, 192), (4, 192), (4, 256), (6, 256)),
+    *((6, 384), (8, 512), (10, 640), (12, 768), (16, 1024), (24, 1280), (28, 1536), (32, 2048)),
+)
+# A run of up to 7 million tokens suits a model with one parameter per 3.9 tokens. In a longer run
+# the ratio grows as tokens ** RISE, up to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
+TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 7e6, 3.9, 0.286, 20
+WITH_TEACHER = 2  # a student's token counts as so many when the shape is chosen
+# A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
+# tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
+BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
+MIN_STEPS = 20  # minimum micro-batches of a plan, even if they take too long
+EVALUATIONS = 4  # validations in a run
+ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
+LOG_LINES = 50  # log lines in a run, approximately
+
+
+@dataclass(frozen=True)
+class Task:
+    """The data of a run, and its time."""
+
+    seconds: float  # for training steps and validations
+    tokens: float  # training tokens of one pass over the text
+    most_passes: float  # more passes would only memorise the text
+    validation_tokens: float = 0  # tokens of one validation
+    sequences: float | None = None  # about so many per step of all processes; None: tokens decide
+    processes: int = 1
+    typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that a run may train."""
+
+    settings: dict[str, Any]  # flags of the model
+    parameters: int  # that one token uses; fewer than all if there are experts
+    flops: float  # model FLOPs per token, including the teacher's forward pass
+    length: float  # mean tokens per sequence
+    rows: int  # sequences per process in one micro-batch; 0: the model does not fit into memory
+    rows_alone: int = 0  # at most so many if this process trains alone
+    student: bool = False  # learns from a teacher
+
+    @property
+    def name(self) -> str:
+        """The shape in words, with the number of parameters."""
+        shape = f"{counted(self.settings['n_layers'], 'layers')} of dim {self.settings['dim']}"
+        return f"{shape} ({self.parameters / 1e6:,.2f} million parameters)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, and its batch and steps."""
+
+    model: Candidate
+    step_seconds: float
+    accumulation: int
+    steps: int
+    tokens: float  # training tokens of the whole run
+    passes: float  # over the text
+
+    @property
+    def excess(self) -> float:
+        """Tokens per parameter divided by the suitable number; above 1 the model is too small.
+        Repeated tokens count in full, for the reason in docs/recipe.md."""
+        tokens = self.tokens * (WITH_TEACHER if self.model.student else 1)
+        suitable = TOKENS_PER_PARAMETER * max(1, tokens / TOKENS) ** RISE
+        return tokens / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
+
+
+def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, Any]:
+    """Return the model flags of a shape. Typed flags override them."""
+    dim, kv_heads = typed.get("dim", dim), typed.get("n_kv_heads", 1)
+    most = max(2, kv_heads, dim // 64)  # dim / 64 heads, at least 2
+    counts = (n for n in range(most, 0, -1) if dim % (2 * n) == 0 and n % kv_heads == 0)
+    heads = typed.get("n_heads") or next(counts, most)
+    length = 256 if dim < 384 else 512 if dim < 640 else 1024
+    settings = {"n_layers": n_layers, "dim": dim, "n_heads": heads, "max_seq_len": length}
+    settings |= {"n_kv_heads": heads if heads % 2 else 2, "rope_theta": ROPE_THETA}
+    return {k: typed.get(k, v) for k, v in settings.items()}
+
+
+def choose(
+    task: Task, models: list[Candidate], seconds: Callable[[Candidate], float], first: int = 0
+) -> Plan:
+    """Return the plan whose tokens per parameter suit the run best, among models of rising size.
+    `seconds` returns the time of a step with one micro-batch. The search goes from models[first] to
+    larger or smaller models until two neighbours enclose the best size, or to the end. A model for
+    which `seconds` raises TooLittleMemoryError, and all larger ones, are left out; if this is true
+    of the smallest, the error is raised."""
+    plans: dict[int, Plan] = {}
+    index, end = first, len(models)
+    while 0 <= index < end and index not in plans:
+        try:
+            plans[index] = plan = with_enough_steps(task, models[index], seconds)
+        except TooLittleMemoryError:
+            if index == 0:
+                raise
+            end, index = index, index - 1
+        else:
+            index += 1 if plan.excess > 1 else -1
+    return min(plans.values(), key=lambda plan: abs(math.log(plan.excess)))
+
+
+def with_enough_steps(task: Task, model: Candidate, seconds: Callable[[Candidate], float]) -> Plan:
+    """Return the plan for a model, with fewer sequences per micro-batch than model.rows if the run
+    would have fewer than LEAST_STEPS steps."""
+    plan = plan_for(task, model, seconds(model))
+    fixed = {"batch_size", "max_steps", "epochs"} & task.typed.keys()
+    while plan.steps < LEAST_STEPS and plan.model.rows > 1 and not fixed:
+        fewer = replace(plan.model, rows=max(1, plan.model.rows * plan.steps // LEAST_STEPS))
+        plan = plan_for(task, fewer, seconds(fewer))
+    return plan
+
+
+def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
+    """Return the plan for a model. `seconds` is the time of a step with one micro-batch."""
+    typed, together = task.typed, model.rows * model.length * task.processes  # tokens
+    # A validation token takes a third of the time: it has no backward pass.
+    affordable = together / seconds * task.seconds - EVALUATIONS * task.validation_tokens / 3
+    wanted = max(MIN_STEPS * together, min(affordable, task.most_passes * task.tokens))
+    batch = BATCH * max(1, wanted / BATCH_UNTIL) ** BATCH_RISE
+    if task.sequences:
+        batch = task.sequences * model.length
+    batch = min(batch, wanted / LEAST_STEPS)
+    accumulation = typed.get("accumulation_steps", max(1, round(batch / together)))
+    if "max_steps" in typed:
+        steps = typed["max_steps"]
+    elif "epochs" in typed:
+        steps = math.ceil(typed["epochs"] * task.tokens / together / accumulation)
+    else:
+        steps = max(1, int(wanted / together / accumulation))
+    tokens = steps * accumulation * together
+    return Plan(model, seconds * accumulation, accumulation, steps, tokens, tokens / task.tokens)
+
+
+def run_flags(plan: Plan) -> dict[str, Any]:
+    """Return the flags for batch, steps and intervals."""
+    every = math.ceil(plan.steps / EVALUATIONS)
+    return {
+        "batch_size": plan.model.rows,
+        "accumulation_steps": plan.accumulation,
+        "max_steps": plan.steps,
+        "log_interval": max(1, plan.steps // LOG_LINES),
+        "eval_interval": every,
+        "sample_interval": every,
+        "save_interval": every,
+    }
+
+
+def optimizer_flags(model: Candidate, muon: bool) -> dict[str, Any]:
+    """Return the flags for the optimizer and schedule of a model with random weights."""
+    # After the warm-up the rates fall in a straight line to 0.
+    schedule = {"lr_schedule": "wsd", "decay_fraction": 1.0, "min_lr_ratio": 0.0}
+    dim = model.settings["dim"]
+    if not muon:
+        return schedule | {"optimizer": "adamw", "learning_rate": rounded(3e-3 * 192 / dim)}
+    rates = {"learning_rate": rounded(0.02 * (128 / dim) ** 0.5)}
+    small = {"muon_learning_rate": 0.03, "muon_momentum": 0.9}  # larger models: Muon's defaults
+    return schedule | {"optimizer": "muon"} | rates | (small if model.parameters < 1e7 else {})
+
+
+def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:
+    """Return the flags that depend on the passes over the text. Repeated text needs more weight
+    decay; in small models it also needs Muon's default momentum instead of 0.9."""
+    decay = {"weight_decay": rounded(min(0.5, max(0.1, 0.04 * passes)))}
+    return decay | ({"muon_momentum": 0.95} if muon and passes > 5 else {})
+
+
+def fine_tuning_rate(dim: int) -> float:
+    """Return the learning rate of fine-tuning; above dim 192 it falls with the width."""
+    return rounded(min(2e-3, 2e-3 * (192 / dim) ** 1.5))
+
+
+def rounded(value: float) -> float:
+    """Round to two significant digits."""
+    return float(f"{value:.2g}")

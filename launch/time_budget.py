@@ -1,0 +1,230 @@
+"""Choose the flags that the user did not type, so that the run takes MINUTES: measure and plan."""
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+
+from common.errors import UsageError
+from data.shards import CONVERSATIONS
+from engine.compilation import obstacle
+from engine.deepspeed_config import file_of
+from engine.memory import kind_of
+from launch import recipe
+from launch.shell_variables import ShellVariables
+from launch.step_times import StepTimes
+from model import ConfigError, LMConfig
+from training.inputs import Inputs, shapes_of
+
+MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
+# The launch is assumed to take LAUNCH_SHARE times the seconds of preflight before its first choice
+# (without those for preparing the text). Writing the results is assumed to take END_SECONDS.
+LAUNCH_SHARE, END_SECONDS = 1.5, 4
+GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
+MOST_PASSES = 10  # over a text; with more passes a model only memorises it
+MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/encoding.py)
+MOST_PASSES_CHAT = 3  # over conversations
+STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
+CHAT_BATCH = 16  # about so many conversations per process in a step; fewer in short runs
+# Compiling is tried if it would pay off with this share of the time of each step. Loading compiled
+# code that is in the cache takes about CACHED_SECONDS.
+COMPILING_SAVES, CACHED_SECONDS = 0.13, 2
+
+
+def fitting_shapes(typed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the model flags of each shape that is valid with the typed flags. Raises ConfigError
+    if no shape is valid."""
+    heads = {name: typed[name] for name in ("n_kv_heads", "head_dim") if name in typed}
+    found, problem = [], None
+    for shape in recipe.SHAPES:
+        settings = recipe.shape_settings(*shape, typed)
+        try:
+            LMConfig(**heads | settings)
+        except ConfigError as error:
+            problem = problem or error
+        else:
+            found += [settings] if settings not in found else []
+    if not found:
+        raise problem
+    return found
+
+
+class TimeBudget:
+    """Choose the flags of a run that takes a given time.
+
+    Args:
+        inputs: the run with the first valid shape, or with the shape of existing weights.
+        deepspeed: DeepSpeed's configuration, if any.
+        typed: the flags that the user typed, and the flags that preflight has added.
+        preparing: seconds that preparing the text took.
+    """
+
+    def __init__(
+        self,
+        request: ShellVariables,
+        inputs: Inputs,
+        deepspeed: dict | None,
+        typed: dict[str, Any],
+        processes: int,
+        preparing: float = 0,
+    ):
+        self.request, self.inputs, self.typed = request, inputs, typed
+        self.processes, self.preparing = processes, preparing
+        self.started, self.begun = psutil.Process().create_time(), time.time()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.minutes = request.minutes or MINUTES[self.device.type]
+        self.kind = kind_of(deepspeed)
+        self.times = StepTimes(request, inputs, self.kind, processes)
+        self.muon = self.kind.takes_muon and typed.get("optimizer") != "adamw"
+        self.fixed = inputs.source is not None  # existing weights decide the shape
+        self.talks = inputs.args.dataset.kind == CONVERSATIONS
+        self.knows_steps = not {"max_steps", "epochs"}.isdisjoint(typed)
+        self.compiles: bool | None = None  # None: the training program decides
+
+    def models(self) -> list[recipe.Candidate]:
+        """Return the models to choose from, smallest first. A model that does not fit into memory
+        is left out; if none fits, the smallest is returned with a micro-batch of one sequence."""
+        shapes = [{}]  # the shape of existing weights
+        typed, teacher = self.typed, self.inputs.teacher
+        if not self.fixed:
+            if teacher:
+                typed = typed | {"max_seq_len": self.inputs.config.max_seq_len}
+            shapes = fitting_shapes(typed)
+        models = [self.candidate(shape) for shape in shapes]
+        if teacher and not self.fixed:
+            most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)
+            models = [model for model in models if model.parameters <= most] or models[:1]
+        return [model for model in models if model.rows] or [replace(models[0], rows=1)]
+
+    def candidate(self, settings: dict[str, Any]) -> recipe.Candidate:
+        """Return the model of a shape ({}: of `inputs`). Its micro-batch fits the device, or is
+        empty if the model does not fit."""
+        data, args, config = self.inputs.train_set, self.inputs.args, self.inputs.config
+        if settings:
+            derived = ("head_dim", "hidden_dim", "moe_hidden_dim")
+            config = replace(config, **{x: self.typed.get(x) for x in derived} | settings)
+        shapes = shapes_of(config, args)
+        length = config.max_seq_len if data.lengths is None else data.tokens_per_sample
+        tokens = GPU_TOKENS if self.device.type == "cuda" else recipe.BATCH / self.processes
+        rows = CHAT_BATCH if self.talks else max(1, round(tokens / length))
+        rows = min(rows, self.times.largest_rows(shapes, self.processes))
+        if self.request.machines > 1:  # free memory may differ a little between machines
+            rows = rows and 1 << (rows.bit_length() - 1)
+        rows_alone = self.times.largest_rows(shapes, 1) if self.processes > 1 else rows
+        settings = settings or {"n_layers": config.n_layers, "dim": config.dim}
+        flops, parameters = shapes.flops_per_token(length), shapes.num_parameters(active=True)
+        teacher = self.inputs.teacher
+        if teacher:  # a step includes its forward pass
+            flops += teacher.shapes.flops_per_token(length) / 3
+        return recipe.Candidate(
+            settings=settings,
+            parameters=parameters,
+            flops=flops,
+            length=length,
+            rows=self.typed.get("batch_size", rows),
+            rows_alone=self.typed.get("batch_size", rows_alone),
+            student=bool(teacher),
+        )
+
+    def left(self) -> float:
+        """Return the seconds that are left for steps and validations."""
+        if self.request.machines > 1:
+            return 60 * self.minutes
+        launch = LAUNCH_SHARE * (self.begun - self.started - self.preparing)
+        return 60 * self.minutes - (time.time() - self.started) - launch - END_SECONDS
+
+    def task(self) -> recipe.Task:
+        """Describe the data of the run and its time."""
+        args, data, val = self.inputs.args, self.inputs.train_set, self.inputs.val_set
+        most = MOST_PASSES_SEGMENTED if data.segmentations > 1 else MOST_PASSES
+        samples = min(len(val), args.eval_samples or len(val)) if val else 0
+        return recipe.Task(
+            seconds=self.left(),
+            tokens=data.samples_per_epoch * data.tokens_per_sample,
+            most_passes=MOST_PASSES_CHAT if self.talks else most,
+            validation_tokens=samples * data.tokens_per_sample,
+            sequences=CHAT_BATCH * self.processes if self.talks else None,
+            processes=self.processes,
+            typed=self.typed,
+        )
+
+    def plan(self) -> recipe.Plan:
+        """Choose the model, the batch and the steps, and print them."""
+        task, models = self.task(), self.models()
+        plan, how = recipe.choose(task, models, self.times.assumed), "assumed"
+        # Several machines would measure different times, but must choose the same flags.
+        if not (self.knows_steps or self.request.machines > 1):
+            first = next(i for i, m in enumerate(models) if m.settings == plan.model.settings)
+            try:
+                plan, how = self.measured_plan(task, models, first), "expected"
+            except UsageError as error:
+                print(f"the speed is assumed, because steps cannot be measured: {error}")
+        print(f"{'recipe':>13}: {self.describe(task, models, plan, how)}")
+        return plan
+
+    def measured_plan(self, task: recipe.Task, models: list, first: int) -> recipe.Plan:
+        """Choose by measured times; decide whether the run compiles. Raises UsageError if steps
+        cannot be measured."""
+        plan = recipe.choose(task, models, partial(self.seconds, compiled=False), first)
+        seconds = plan.step_seconds / plan.accumulation
+        wanted = self.inputs.args.compile
+        if wanted != "off" and self.kind.stage != 3 and obstacle(self.device) is None:
+            taken = plan.steps * plan.step_seconds
+            self.compiles = wanted == "on"
+            if self.compiles or COMPILING_SAVES * taken > self.times.compiling(plan.model):
+                compiled = self.seconds(plan.model, compiled=True)  # the run reuses this code
+                self.compiles |= taken * (1 - compiled / seconds) > CACHED_SECONDS
+                seconds = compiled if self.compiles else seconds
+        return recipe.plan_for(replace(task, seconds=self.left()), plan.model, seconds)
+
+    def seconds(self, model: recipe.Candidate, compiled: bool) -> float:
+        """Measure the seconds of a step with one micro-batch."""
+        args, source = self.inputs.args, self.inputs.source
+        flags = self.model_flags(model) | self.typed | {"data": args.data, "resume": None}
+        flags |= {"teacher": args.teacher} if args.teacher else {}
+        flags |= {"init_from": str(source.path)} if source else {}
+        if self.request.stage == "sft":
+            flags["conversations"] = "builtin"  # beside --data, other values are refused
+        if (file := file_of(args)) != "none":
+            flags["deepspeed"] = file
+        return self.times.measured(model, flags, compiled)
+
+    def describe(self, task: recipe.Task, models: list, plan: recipe.Plan, how: str) -> str:
+        """Describe the plan, and name the model that four times the minutes would train."""
+        speed = plan.tokens / plan.steps / plan.step_seconds
+        text = f"{plan.model.name}: {plan.steps:,} steps at {speed:,.0f} tokens/s "
+        text += f"{how}, {plan.passes:.2g} passes over the data"
+        if self.knows_steps:
+            return text
+        text = f"{self.minutes:g} min for {text}"
+        if plan.passes >= 0.99 * task.most_passes:
+            return f"{text}; more passes would only memorise the data: more text would help"
+        if plan.steps < recipe.LEAST_STEPS:
+            text += "; these are few steps: set more MINUTES"
+        if len(models) > 1:
+            ratio = plan.step_seconds / plan.accumulation / self.times.assumed(plan.model)
+            longer = replace(task, seconds=task.seconds + 180 * self.minutes)
+            longer = recipe.choose(longer, models, lambda each: ratio * self.times.assumed(each))
+            text += f"; {4 * self.minutes:g} min would train {longer.model.name}"
+        return text
+
+    def model_flags(self, model: recipe.Candidate) -> dict[str, Any]:
+        """Return the flags that depend on the model and on the kind of optimizer."""
+        if self.fixed:
+            return {"learning_rate": recipe.fine_tuning_rate(model.settings["dim"])}
+        return model.settings | recipe.optimizer_flags(model, self.muon)
+
+    def flags(self) -> dict[str, Any]:
+        """Return the flags to add to the typed flags."""
+        plan = self.plan()
+        flags = recipe.run_flags(plan) | self.model_flags(plan.model)
+        if not self.fixed:
+            flags |= recipe.repetition_flags(plan.passes, self.muon)
+        if self.compiles is not None:
+            flags["compile"] = "on" if self.compiles else "off"
+        if "epochs" in self.typed:
+            del flags["max_steps"]
+        return {name: value for name, value in flags.items() if name not in self.typed}

@@ -1,0 +1,286 @@
+"""Saving while training continues, and loading; test_checkpoint.py tests the files."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import UsageError
+from engine.engine import Engine
+from model import ConfigError, LMConfig
+from storage.checkpoint import RANDOM, damage, read_state, write_checkpoint
+from storage.folder import RunFolder, step_of
+from training import checkpoint_writer
+from training.checkpoint_writer import Checkpointer, load_checkpoint
+from training.log import LossMeter
+
+CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)
+IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "adamw"}
+
+
+class FakeState:
+    """A TrainingState whose 64 weights all equal `value`."""
+
+    def __init__(self, value: float = 1.0, engine: Engine | None = None):
+        self.value, self.engine = value, engine
+
+    def weights(self):
+        return {"w": torch.full((64,), self.value)}
+
+    def moments(self):
+        return {"w.exp_avg": torch.zeros(64), "w.exp_avg_sq": torch.ones(64)}
+
+    def scalars(self):
+        return {"optimizer_step": 3, "loss_scale": None}
+
+    def load(self, weights, moments, scalars, source):
+        self.value, self.step = weights["w"][0].item(), scalars["optimizer_step"]
+
+
+@pytest.fixture
+def run(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+def engine_of(processes: int = 1, rank: int = 0) -> Engine:
+    """Return the engine of one rank. Without a `cpu_group`, decisions wait for no other rank."""
+    accelerator = SimpleNamespace(
+        is_main_process=rank == 0,
+        num_processes=processes,
+        process_index=rank,
+        device=torch.device("cpu"),
+        reduce=lambda mine: mine,
+    )
+    return Engine(accelerator, "any engine", deepspeed=None)
+
+
+def sums_of(meter: LossMeter) -> dict[str, float]:
+    return {name.removeprefix("log."): value.item() for name, value in meter.state().items()}
+
+
+def checkpointer_of(
+    run: RunFolder, value: float = 1.0, engine: Engine | None = None, keep_last=0, resumed_at=0
+) -> Checkpointer:
+    engine = engine or engine_of()
+    lines, meter = [], LossMeter(engine.accelerator)
+    meter.add(2.0, loss=torch.tensor(0.5))
+    meter.end_step(1.0)
+    log = SimpleNamespace(lines=lines, say=lines.append, meter=meter)
+    inputs = SimpleNamespace(
+        start=SimpleNamespace(folder=run, step=resumed_at),
+        args=SimpleNamespace(keep_last=keep_last),
+        shapes=SimpleNamespace(lora=None),
+        config=CONFIG,
+        identity=IDENTITY,
+    )
+    return Checkpointer(inputs, FakeState(value, engine), compiled=True, log=log)
+
+
+def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> list[str]:
+    """Save these steps, one after the other; return the lines of the log."""
+    checkpointer = checkpointer_of(run, keep_last=keep_last)
+    for step in steps:
+        checkpointer.state.value = float(step)
+        checkpointer.save(step, (val_losses or {}).get(step))
+        checkpointer.wait()
+    return checkpointer.log.lines
+
+
+def load(run: RunFolder, step: int, engine: Engine | None = None, parts=()) -> tuple:
+    engine = engine or engine_of()
+    state, meter = FakeState(), LossMeter(engine.accelerator, parts)
+    load_checkpoint(run.checkpoint(step), engine, state, meter)
+    return state, meter
+
+
+def steps_of(run: RunFolder) -> list[int]:
+    return [step_of(path) for path in run.all_checkpoints()]
+
+
+def test_a_saved_state_is_loaded_again(run):
+    torch.manual_seed(7)
+    checkpointer = checkpointer_of(run, 5.0)
+    checkpointer.save(5, 2.5)
+    assert checkpointer.wait()
+    assert checkpointer.log.lines[0].startswith(f"saved {run.checkpoint(5)}: ")
+    assert read_state(run.checkpoint(5)) == {
+        **{"step": 5, "val_loss": 2.5, "model": CONFIG.to_dict(), "identity": IDENTITY},
+        **{"processes": 1, "compiled": True, "optimizer_step": 3, "loss_scale": None},
+    }
+    expected = torch.rand(3)
+    state, meter = load(run, 5)
+    assert (state.value, state.step) == (5.0, 3)
+    assert sums_of(meter) == {"loss": 1.0, "weight": 2.0, "skipped_steps": 0}
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.fixture
+def of_three(run, monkeypatch):
+    """A checkpoint of three ranks. Rank i's meter has the sums 1 + i (loss) and 2 + i (weight)."""
+
+    def gather(mine: list[dict]) -> list[dict]:
+        everyone = [{name: value.clone() for name, value in mine[0].items()} for _ in range(3)]
+        for rank, state in enumerate(everyone):
+            state["cpu"] = torch.Generator().manual_seed(rank).get_state()
+            for name in ("log.loss", "log.weight"):
+                state[name] = mine[0][name] + rank
+        return everyone
+
+    monkeypatch.setattr(checkpoint_writer, "gather_object", gather)
+    for rank in (1, 0):
+        checkpointer = checkpointer_of(run, engine=engine_of(3, rank))
+        checkpointer.save(1, None)
+        assert checkpointer.wait()
+        assert run.path.exists() == (rank == 0)  # only rank 0 writes
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_every_process_gets_its_own_random_state_and_loss_meter_back(run, of_three, rank):
+    _, meter = load(run, 1, engine_of(3, rank))
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(rank).get_state())
+    assert sums_of(meter) == {"loss": 1.0 + rank, "weight": 2.0 + rank, "skipped_steps": 0}
+
+
+@pytest.mark.parametrize("processes", [1, 6])
+def test_another_number_of_processes_keeps_the_loss_meter_and_says_that_dropout_differs(
+    run, of_three, capsys, processes
+):
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    _, meter = load(run, 1, engine_of(processes))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sums_of(meter) == {"loss": 6, "weight": 9, "skipped_steps": 0}
+    assert "dropout" in capsys.readouterr().out
+    _, meter = load(run, 1, engine_of(processes, rank=1))
+    assert capsys.readouterr().out == ""
+    assert sums_of(meter) == {"loss": 0, "weight": 0, "skipped_steps": 0}
+
+
+def test_the_loss_meter_of_an_older_version_is_read(run):
+    """Earlier versions wrote loss, weight, skipped steps and parts as one vector."""
+    save(run, 1)
+    path = run.checkpoint(1) / RANDOM
+    tensors = {k: v for k, v in load_file(path).items() if ".log." not in k}
+    old = torch.tensor([6.0, 2.5, 4.0, 3.0, 1.0], dtype=torch.float64)
+    save_file(tensors | {"0.log": old}, path)
+    _, meter = load(run, 1, parts=("hard_loss", "agreement"))
+    named = {"loss": 6.0, "hard_loss": 3.0, "agreement": 1.0, "weight": 2.5, "skipped_steps": 4}
+    assert sums_of(meter) == named
+
+
+@pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (1, [2, 5]), (0, [1, 2, 3, 4, 5])])
+def test_saving_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
+    """Leftovers of a killed save and of a resume are deleted too, unless keep_last is 0."""
+    leftovers = [run.checkpoints / "step-00000009.partial", run.path / "weights.aside-17"]
+    for folder in leftovers:
+        folder.mkdir(parents=True)
+    save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
+    assert steps_of(run) == kept
+    assert [path.exists() for path in leftovers] == [keep_last == 0] * 2
+
+
+def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(run):
+    """The run resumes from checkpoint 4. Checkpoint 3 is damaged, and 5 is of a later step."""
+    save(run, 1, 2, 3, 4, 5, val_losses={1: 3.0, 2: 2.0, 3: 1.5, 5: 1.0})
+    (run.checkpoint(3) / "state.json").write_text("{")
+    checkpointer = checkpointer_of(run, resumed_at=4)
+    assert checkpointer.lowest_val_loss == 2.0
+    for step, (loss, lowest) in enumerate([(2.5, 2.0), (None, 2.0), (1.9, 1.9)], 5):
+        checkpointer.save(step, loss)
+        checkpointer.wait()
+        assert checkpointer.lowest_val_loss == lowest
+
+
+def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
+    """Later changes by training are not in the copy. A second save waits for the first save."""
+    may_write = threading.Event()
+
+    def write(*args):
+        may_write.wait(timeout=60)
+        return write_checkpoint(*args)
+
+    monkeypatch.setattr(checkpoint_writer.files, "write_checkpoint", write)
+    checkpointer = checkpointer_of(run, 1.0)
+    checkpointer.save(1, None)
+    checkpointer.state.value = 2.0
+    assert checkpointer.log.lines == []
+    assert run.all_checkpoints() == []
+    may_write.set()
+    checkpointer.save(2, None)
+    assert checkpointer.log.lines[0].startswith(f"saved {run.checkpoint(1)}: ")
+    assert checkpointer.wait()
+    assert len(checkpointer.log.lines) == 2
+    assert [load(run, step)[0].value for step in (1, 2)] == [1.0, 2.0]
+
+
+def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(run, monkeypatch):
+    save(run, 1, val_losses={1: 3.0})
+    checkpointer = checkpointer_of(run, resumed_at=1)
+    assert checkpointer.wait()  # there is no save to wait for
+
+    def refuse(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("formats.portable.save_tensors", refuse)
+        checkpointer.save(2, 1.0)
+        assert not checkpointer.wait()
+    assert checkpointer.log.lines[-1].startswith("CHECKPOINT NOT SAVED: [Errno 28] No space left")
+    assert steps_of(run) == [1]
+    assert run.latest.read_text() == "step-00000001\n"
+    # The loss of the failed save does not count.
+    assert [checkpointer.is_best(loss) for loss in (2.0, 3.0)] == [True, False]
+    checkpointer.save(3, 2.0)
+    assert checkpointer.wait()
+    assert [checkpointer.is_best(loss) for loss in (1.9, 2.0)] == [True, False]
+    assert damage(run.checkpoint(3)) is None
+
+
+def test_only_the_main_process_knows_whether_a_save_failed_and_decides_what_is_best(
+    run, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(
+        checkpoint_writer, "on_main_process", lambda *how: asked.append(how) or True
+    )
+    other = checkpointer_of(run, engine=engine_of(2, rank=1))
+    other.lowest_val_loss = 1.0
+    assert other.is_best(2.0)
+    assert asked[-1][0] is other.engine
+
+
+def test_models_trained_together_prune_when_all_saved_the_same_step(run, tmp_path, monkeypatch):
+    other = RunFolder(tmp_path / "other")
+    group = [checkpointer_of(run), checkpointer_of(other)]
+    for each in group:
+        each.keep_last, each.group = 1, group
+        each.save(1, None)
+    with monkeypatch.context() as patch:
+        patch.setattr("training.checkpoint_writer.files.write_checkpoint", lambda *_: 1 / 0)
+        group[0].save(2, None)
+        assert not group[0].wait()
+    group[1].save(2, None)
+    assert group[1].wait()
+    assert (steps_of(run), steps_of(other)) == ([1], [1, 2])
+    for each in group:
+        each.save(3, None)
+    assert all(each.wait() for each in group)
+    assert (steps_of(run), steps_of(other)) == ([3], [3])
+
+
+WRONG = {
+    "state.json": b'{"step": 1}',
+    "weights.safetensors": b"",
+    "random.safetensors": b"0" * 99,
+}
+
+
+@pytest.mark.parametrize("file", WRONG)
+def test_a_checkpoint_file_with_wrong_contents_is_refused_in_one_line(run, file):
+    save(run, 1)
+    (run.checkpoint(1) / file).write_bytes(WRONG[file])
+    with pytest.raises((UsageError, ConfigError), match="step-00000001") as error:
+        load(run, 1)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,202 @@
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from torch.distributed import ReduceOp
+
+from common.errors import UsageError
+from engine import engine
+from engine.engine import (
+    Engine,
+    announced_wait,
+    build_engines,
+    deepspeed_plugin,
+    set_launch_variables,
+)
+from training.arguments import TrainingArguments
+
+OURS = str(REPOSITORY / "ds_config.json")
+NAMED = TrainingArguments(deepspeed=OURS)
+BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", "float32"))
+
+
+@pytest.fixture(autouse=True)
+def environ(monkeypatch) -> dict:
+    """A copy of os.environ without a launcher's variables; each test uses it as os.environ."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("ACCELERATE_", "MASTER_")) and k not in launcher
+    }
+    monkeypatch.setattr(os, "environ", clean)
+    return clean
+
+
+def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.0") -> None:
+    """Pretend that there are GPUs. An object with num_processes 1 replaces the Accelerator."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=None))
+    monkeypatch.setattr(engine, "require_usable_gpu", lambda: None)
+    monkeypatch.setattr(engine, "use_all_cores", lambda: None)
+    monkeypatch.setattr(engine, "set_gloo_interface", lambda: None)
+    monkeypatch.setattr(engine, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
+
+
+def test_a_process_that_waits_for_the_others_says_so_once(environ, monkeypatch, capsys):
+    environ["RANK"] = "3"
+    with announced_wait():
+        assert capsys.readouterr().out == ""
+    monkeypatch.setattr(engine, "FIRST_WAIT", 0)
+    said = ""
+    with announced_wait():
+        while not said.endswith("\n"):
+            said += capsys.readouterr().out
+    assert re.fullmatch(
+        r"rank 3 on \S+ has waited 0 s for the other processes to begin: .*\n", said
+    )
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "args", "named"),
+    [
+        ({}, FP16, "--dtype float16 needs a GPU; on a CPU use bfloat16 or float32"),
+        ({"GRADIENT_ACCUMULATION_STEPS": "8"}, BF16, "--gradient_accumulation_steps 8"),
+        ({"USE_DEEPSPEED": "true", "USE_CPU": "yes"}, BF16, "switches DeepSpeed off"),
+        ({"USE_DEEPSPEED": "true"}, BF16, "without a launcher"),
+        ({"USE_CPU": "yes"}, BF16, "accelerate launch --cpu starts one process"),
+        ({}, TrainingArguments(dtype="float32", tf32=True), "--tf32 needs an NVIDIA GPU"),
+        ({"DYNAMO_BACKEND": "INDUCTOR"}, BF16, "use --compile on"),
+        ({"DYNAMO_BACKEND": "eager", "USE_DEEPSPEED": "true"}, NAMED, "use --compile on"),
+        ({"DYNAMO_BACKEND": "NO", "DYNAMO_MODE": "default", "USE_FSDP": "true"}, BF16, "ENGINE=ze"),
+        ({"USE_PARALLELISM_CONFIG": "true"}, BF16, "ENGINE=zero2, or another file of configs/"),
+    ],
+)
+def test_a_launch_that_cannot_work_is_refused_with_the_reason(environ, variables, args, named):
+    environ |= {f"ACCELERATE_{k}": v for k, v in variables.items()} | {"MASTER_PORT": "29500"}
+    with pytest.raises(UsageError) as error:
+        build_engines([args])
+    assert named in str(error.value)
+
+
+def test_flags_and_processes_that_do_not_suit_the_gpus_are_refused(environ, monkeypatch):
+    tf32 = TrainingArguments(dtype="float32", tf32=True)
+    for gpu, args, named in (
+        ({"has_bf16": False}, BF16, "Tesla V100 has no bfloat16: pass --dtype float16"),
+        ({"capability": (7, 5)}, tf32, "Ampere"),
+        ({"cuda": None}, tf32, "NVIDIA"),  # an AMD GPU
+        ({}, TrainingArguments(tf32=True), "--tf32 is for --dtype float32, not bfloat16"),
+        ({"devices": 2}, BF16, "4 processes for 2 GPUs: start 2 on each machine"),
+    ):
+        fake_gpu(monkeypatch, **gpu)
+        environ["LOCAL_WORLD_SIZE"] = "4" if "devices" in gpu else "1"
+        with pytest.raises(UsageError, match=named):
+            build_engines([args])
+    environ["LOCAL_WORLD_SIZE"] = "2"
+    for args in (tf32, FP16):
+        build_engines([args])
+        assert torch.backends.cuda.matmul.allow_tf32 is args.tf32
+
+
+def test_setting_the_accumulation_changes_deepspeeds_configuration_too():
+    deepspeed = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4}
+    accelerator = SimpleNamespace(num_processes=2)
+    Engine(accelerator, "DeepSpeed ZeRO-1", deepspeed).set_accumulation(3)
+    assert accelerator.gradient_accumulation_steps == 3
+    assert deepspeed["gradient_accumulation_steps"] == 3
+    assert deepspeed["train_batch_size"] == 24
+
+
+def test_largest_and_total_are_reduced_over_the_cpu_group(monkeypatch):
+    others, group = torch.tensor([3, 9]), object()
+
+    def all_reduce(tensor, op, reduced_over) -> None:
+        assert reduced_over is group
+        everyone = torch.cat([tensor, others])
+        tensor.fill_(everyone.sum() if op == ReduceOp.SUM else everyone.max())
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    engine = Engine(SimpleNamespace(num_processes=3), "DDP", None, cpu_group=group)
+    assert (engine.largest(5), engine.total(5)) == (9, 17)
+
+
+@pytest.mark.parametrize(("args", "precision"), [(BF16, "bf16"), (FP32, "no")])
+def test_without_a_launcher_the_engine_is_one_process_in_the_precision_of_dtype(
+    accelerator, args, precision
+):
+    type(accelerator.state)._reset_state(reset_partial_state=True)
+    engine = build_engines([args])[0]
+    assert engine.name.startswith("single process")
+    assert engine.accelerator.ddp_handler.gradient_as_bucket_view
+    assert engine.accelerator.mixed_precision == precision
+    assert engine.accelerator.num_processes == 1
+    assert engine.cpu_group is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("DEEPSPEED_ZERO_STAGE", "3"), ("GRADIENT_CLIPPING", "0.5")]
+)
+def test_a_launchers_flag_that_contradicts_its_file_or_grad_clip_is_refused(environ, flag, value):
+    environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS, f"ACCELERATE_{flag}": value}
+    with pytest.raises(UsageError, match=f"{value}, but"):
+        deepspeed_plugin(TrainingArguments(grad_clip=0.7))
+
+
+def test_keys_of_a_yaml_that_accelerate_refuses_beside_a_file_are_named(environ):
+    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
+    environ["ACCELERATE_CONFIG_DS_FIELDS"] = "deepspeed_config_file,zero_stage,mixed_precision"
+    with pytest.raises(UsageError, match=r"^mixed_precision, zero_stage beside .*ds_config\.json"):
+        deepspeed_plugin(BF16)
+    del environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]  # without a file, the YAML is the configuration
+    environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = "1"
+    assert deepspeed_plugin(BF16).deepspeed_config["zero_optimization"]["stage"] == 1
+
+
+def test_buckets_are_no_larger_than_all_gradients_together():
+    for wanted, given in ((50_000_000, 1000), (10, 10)):
+        zero = {"stage": 2, "reduce_bucket_size": wanted}
+        engine = Engine(None, "DeepSpeed ZeRO-2", {"zero_optimization": zero})
+        engine.fit_to(64, n_parameters=1000)
+        assert zero["reduce_bucket_size"] == given
+
+
+def test_the_deepspeed_flag_sets_the_variables_of_accelerate_launch(environ):
+    theirs = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+    environ |= theirs  # set by DeepSpeed's launcher (deepspeed/launcher/launch.py)
+    set_launch_variables(NAMED)
+    expected = theirs | {
+        "LOCAL_WORLD_SIZE": "2",
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS,
+    }
+    assert environ.items() >= expected.items()
+
+
+def test_the_deepspeed_flag_is_refused_only_if_the_launcher_names_another_file(environ):
+    for named in (os.path.relpath(OURS), "none"):
+        environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = named
+        set_launch_variables(NAMED)
+        assert environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == OURS
+    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "other.json"
+    with pytest.raises(UsageError, match=r"drop --deepspeed .* file is other.json"):
+        set_launch_variables(NAMED)
+
+
+def test_a_model_that_names_no_deepspeed_file_uses_the_launchers_file(environ):
+    models = TrainingArguments(deepspeed=str(REPOSITORY / "configs/zero3.json")), BF16
+    with pytest.raises(UsageError, match="all models or none"):
+        set_launch_variables(*models)
+    environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
+    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
+    set_launch_variables(*models)
+    assert environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == OURS
+    assert [deepspeed_plugin(args).zero_stage for args in models] == [3, 2]

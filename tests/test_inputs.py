@@ -1,0 +1,226 @@
+"""`prepare` finds the shape, data and weights of a run by flags like --init_from and --teacher."""
+
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_model import save_model
+from test_conversation_set import conversation, make_set
+
+from common.errors import ReportedError, UsageError
+from data.prepare import PackingOptions
+from data.prepare import prepare as prepare_data
+from data.tokenizer import TOKENIZER_FILE
+from formats.portable import save_portable
+from model import ConfigError, LMConfig, Transformer
+from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
+from storage.folder import RunFolder
+from training.arguments import DistillationArguments, SFTArguments, parse_arguments
+from training.inputs import Inputs, prepare
+
+# No value here is LMConfig's default.
+CONFIG = LMConfig(
+    dim=48,
+    n_layers=1,
+    n_heads=6,
+    n_kv_heads=3,
+    vocab_size=400,
+    hidden_dim=80,
+    multiple_of=16,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    max_seq_len=24,
+    dropout=0.2,
+    tie_embeddings=False,
+    use_flash_attn=False,
+)
+
+
+@pytest.fixture
+def weights(packed, tmp_path) -> Path:
+    """Portable weights with the tokenizer of the packed data."""
+    torch.manual_seed(0)
+    return save_model(tmp_path / "weights", Transformer(CONFIG), packed)
+
+
+def set_vocab_size(weights: Path, vocab_size: int) -> None:
+    """Write a config with this vocabulary size, and a weights file without tensors."""
+    save_portable(weights, LMConfig(**CONFIG.to_dict() | {"vocab_size": vocab_size}), {})
+
+
+def inputs(typed: str, packed: Path, weights: Path | None = None) -> Inputs:
+    words = [*typed.split(), "--data", str(packed), "--out_dir", str(packed / "runs")]
+    words += ["--init_from", str(weights)] if weights else []
+    return prepare(*parse_arguments(words), None)
+
+
+def config(typed: str, weights: Path, packed: Path) -> LMConfig:
+    return inputs(typed, packed, weights).config
+
+
+def test_the_flags_and_the_data_decide_the_shape_without_init_from(packed):
+    found = inputs("--dim 64 --max_seq_len 16", packed)
+    assert found.config == LMConfig(dim=64, max_seq_len=16, vocab_size=400)
+    assert found.source is None
+    assert not (packed / "runs").exists()
+
+
+def test_init_from_takes_the_shape_of_the_weights_but_not_their_dropout_and_attention(
+    weights, packed
+):
+    found = config("", weights, packed)
+    assert found.to_dict() == CONFIG.to_dict() | {"dropout": 0.0, "use_flash_attn": True}
+    typed = "--dim 48 --n_layers 1 --n_heads 6 --n_kv_heads 3 --no-tie_embeddings --norm_eps 1e-6"
+    assert config(typed, weights, packed) == found
+    changed = config("--dropout 0.1 --no-use_flash_attn --max_seq_len 64", weights, packed)
+    assert (changed.dropout, changed.use_flash_attn, changed.max_seq_len) == (0.1, False, 64)
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--n_heads 8", "--n_heads 8: leave it out, .* has 6$"),  # 8 would not fit n_kv_heads 3
+        ("--tie_embeddings", "--tie_embeddings True: .* has False$"),
+        ("--rope_theta 1e6", "--rope_theta 1000000.0: .* has 10000.0$"),
+        ("--n_kv_heads 2", "--n_kv_heads 2: .* has 3$"),  # a default that is typed counts
+        ("--max_seq_len 0", "max_seq_len"),
+        ("--dropout 1", "dropout"),
+    ],
+)
+def test_a_flag_that_is_invalid_or_contradicts_the_weights_is_refused(typed, says, weights, packed):
+    with pytest.raises((UsageError, ConfigError), match=says):
+        config(typed, weights, packed)
+
+
+def test_the_error_about_another_tokenizer_says_how_to_prepare_the_data_again(weights, packed):
+    (weights / TOKENIZER_FILE).write_bytes(b"another")
+    flag = f"--tokenizer {weights / TOKENIZER_FILE}"
+    with pytest.raises(UsageError, match=f"prepare the text anew with {flag}"):
+        config("", weights, packed)
+
+
+def test_the_vocabulary_of_a_model_may_be_larger_than_its_tokenizer_but_not_smaller(
+    weights, packed
+):
+    set_vocab_size(weights, 416)
+    assert config("", weights, packed).vocab_size == 416
+    set_vocab_size(weights, 300)
+    with pytest.raises(UsageError, match=r"vocabulary 400, has another .* vocabulary 300"):
+        config("", weights, packed)
+    (weights / TOKENIZER_FILE).unlink()  # without it, the vocabulary sizes must be equal
+    set_vocab_size(weights, 416)
+    with pytest.raises(UsageError, match=r"vocabulary 400, has another .* vocabulary 416"):
+        config("", weights, packed)
+    set_vocab_size(weights, 400)
+    assert config("", weights, packed).vocab_size == 400
+
+
+def test_init_from_takes_a_checkpoint_or_a_run_folder_too(packed, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    checkpoint = run.checkpoint(7)
+    torch.manual_seed(0)
+    model = Transformer(CONFIG)
+    tensors = {WEIGHTS: dict(model.named_parameters()), OPTIMIZER: {}, RANDOM: {}}
+    state = {"step": 7, "optimizer_step": 7, "processes": 1, "identity": {"seed": 1}}
+    state["model"] = CONFIG.to_dict()
+    write_checkpoint(run, tensors, state)
+    shutil.copy(packed / TOKENIZER_FILE, run.path)
+    for given in (checkpoint, run.path):
+        found = inputs("", packed, given)
+        assert (found.source.path, found.config.dim) == (checkpoint, 48)
+        assert torch.equal(found.source.load().norm.weight, model.norm.weight)
+
+
+def test_an_epoch_is_one_pass_over_a_text_in_several_segmentations(corpus, tmp_path):
+    data, options = tmp_path / "data", PackingOptions(400, 0.1, 1, False, segmentations=3)
+    prepare_data([str(corpus)], data, options, progress=lambda n_bytes: None)
+    typed = "--epochs 2 --max_seq_len 24 --run_name a"
+    found = inputs(typed, data)
+    stored, passed = len(found.train_set), math.ceil(len(found.train_set) / 3)
+    assert (found.samples_per_epoch, found.total_steps) == (passed, math.ceil(2 * passed / 8))
+    # Checkpoints of older versions say nothing about an epoch: it is all that is stored.
+    older = {k: v for k, v in found.identity.items() if k != "samples_per_epoch"}
+    for identity, samples in ((found.identity, passed), (older, stored)):
+        run = RunFolder(data / "runs" / "a")
+        state = {"step": 1, "optimizer_step": 1, "processes": 1, "identity": identity}
+        state["model"] = found.config.to_dict()
+        write_checkpoint(run, {name: {} for name in (WEIGHTS, OPTIMIZER, RANDOM)}, state)
+        again = inputs(f"{typed} --resume auto", data)
+        assert again.start.checkpoint
+        assert (again.samples_per_epoch, again.identity) == (samples, identity)
+        assert again.total_steps == math.ceil(2 * samples / 8)
+
+
+def test_a_validation_split_without_a_fitting_row_gives_no_validation_set(tmp_path, packed):
+    """All conversations of the split are too long."""
+    folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(30, 3)])])
+    shutil.copy(packed / TOKENIZER_FILE, folder)
+    description = json.loads((folder / "dataset.json").read_text())
+    args = SFTArguments(data=str(folder), init_from=None, out_dir=str(tmp_path / "runs"))
+    (folder / "dataset.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
+    found = prepare(args, {"max_seq_len": 8}, None)
+    assert (len(found.train_set), found.val_set, found.total_steps) == (1, None, 1)
+
+
+@pytest.fixture
+def runs(packed, tmp_path) -> Path:
+    """A folder of two pretraining runs. The older run has sequences of 16 tokens. The newer run has
+    sequences of 24 tokens, and its data are gone."""
+    for age, (name, length, data) in enumerate((("newer", 24, "gone"), ("older", 16, packed))):
+        run = RunFolder(tmp_path / "elsewhere" / name)
+        config = LMConfig(**CONFIG.to_dict() | {"max_seq_len": length})
+        torch.manual_seed(0)
+        save_model(run.weights, Transformer(config), packed)
+        run.settings.write_text(json.dumps({"arguments": {"data": str(data)}}))
+        run.metrics.touch()
+        os.utime(run.metrics, (1e9 - age, 1e9 - age))
+    return tmp_path / "elsewhere"
+
+
+def student(runs: Path, *typed: str) -> Inputs:
+    words = ["--out_dir", str(runs), *typed]
+    return prepare(*parse_arguments(words, DistillationArguments), None)
+
+
+def test_auto_looks_where_runs_are_written(runs, packed):
+    assert student(runs, "--data", str(packed)).teacher.source.path == runs / "newer" / "weights"
+    args, settings = parse_arguments(["--data", str(packed), "--out_dir", str(runs)])
+    found = prepare(replace(args, init_from="auto"), settings, None)
+    assert found.source.path == runs / "newer" / "weights"
+    with pytest.raises(UsageError, match=f"no run of train_pretrain.* in {runs / 'none'} yet"):
+        student(runs / "none")
+
+
+def test_a_student_takes_data_and_length_of_its_teacher_and_may_not_exceed_the_length(runs, packed):
+    found = student(runs, "--teacher", str(runs / "older"))
+    assert (found.args.data, found.config.max_seq_len) == (str(packed), 16)
+    with pytest.raises(UsageError, match=r"training data of .* was not found"):
+        student(runs)
+    assert student(runs, "--data", str(packed)).config.max_seq_len == 24
+    with pytest.raises(UsageError, match="reads 24 tokens at most, the student 32"):
+        student(runs, "--data", str(packed), "--max_seq_len", "32")
+
+
+def test_conversations_prepared_by_other_flags_are_used(weights, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"prompt": f"{i} + 1", "response": str(i + 1)}) for i in range(40)]
+    Path("chat.jsonl").write_text("\n".join([*rows, "{"]), encoding="utf-8")
+    words = ["--conversations", "chat.jsonl", "--init_from", str(weights)]
+    with pytest.raises(ReportedError):
+        prepare(*parse_arguments(words, SFTArguments), None)
+    said = capfd.readouterr()
+    assert "line 41: not JSON" in said.err
+    (command,) = [x for x in said.err.splitlines() if x.startswith("try: python -m")]
+    typed = [*shlex.split(command)[4:], "--skip_bad_lines"]
+    search = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "scripts.prepare_data", *typed]
+    subprocess.run(command, env=search, check=True)
+    assert len(prepare(*parse_arguments(words, SFTArguments), None).train_set) > 20

@@ -1,0 +1,103 @@
+"""Samples during training. The integration tests check the files at the end of a run."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from data.dataset import PackedDataset
+from data.shards import TEXT
+from data.tokenizer import Tokenizer
+from model import LMConfig, Transformer
+from storage.folder import RunFolder
+from training import outputs
+from training.arguments import TrainingArguments
+from training.outputs import PROMPT_TOKENS, prompt_and_continuation, write_sample
+
+
+@pytest.fixture
+def text(packed) -> PackedDataset:
+    return PackedDataset(packed, "val", 32)
+
+
+@pytest.fixture
+def model(text) -> Transformer:
+    torch.manual_seed(0)
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32, "dropout": 0.5}
+    return Transformer(LMConfig(**shape, vocab_size=text.vocab_size)).train()
+
+
+@pytest.fixture
+def write(accelerator, text, model, tmp_path):
+    """Writes a sample of a step into tmp_path."""
+    folder = RunFolder(tmp_path)
+    shutil.copy(text.tokenizer_path, tmp_path)
+
+    def write(step: int, is_main: bool = True, **flags) -> None:
+        args = TrainingArguments(**{"sample_tokens": 8} | flags)
+        here = SimpleNamespace(is_main_process=is_main, trackers=[])
+        log = SimpleNamespace(accelerator=here, folder=folder, total_steps=10, say=print)
+        write_sample(step, model, SimpleNamespace(args=args, val_set=text), log)
+
+    return write
+
+
+def test_each_sample_has_its_step_its_prompt_and_a_text_by_the_weights_of_that_step(
+    write, model, tmp_path, capsys
+):
+    write(2, sample_prompt="第1句")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    write(4, sample_prompt="第1句")
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    first, second = map(json.loads, lines)
+    assert second.keys() == {"step", "prompt", "text"}
+    assert (first["step"], second["step"], second["prompt"]) == (2, 4, "第1句")
+    assert "第1句" in lines[-1]  # not escaped in the file
+    assert second["text"]
+    assert first["text"] != second["text"]
+    shown = (second["prompt"] + second["text"])[:80]
+    assert f"step 4/10  sample {shown!r}" in capsys.readouterr().out
+
+
+def test_without_a_prompt_the_beginning_of_the_validation_text_is_used(text, model):
+    tokenizer = Tokenizer(text.tokenizer_path)
+
+    def written(data, seed: int = 1) -> tuple[str, str]:
+        args = TrainingArguments(sample_tokens=3, seed=seed)
+        return prompt_and_continuation(model, tokenizer, SimpleNamespace(args=args, val_set=data))
+
+    prompt, _ = written(text)
+    assert prompt
+    assert tokenizer.decode(text[0][0].tolist()).startswith(prompt)
+    assert len(tokenizer.encode(prompt)) <= PROMPT_TOKENS
+    texts = [written(text, seed)[1] for seed in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]
+    # The prompt does not end inside a character.
+    ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode("🤗" * 8)])
+    assert len(ids) == 33  # BOS and 8 × 4 bytes; the first PROMPT_TOKENS are BOS and 11 bytes
+    data = type("Text", (list,), {"kind": TEXT})([(ids, None)])
+    assert written(data)[0] == "🤗🤗"
+
+
+def test_the_main_process_samples_in_the_training_precision_and_reports_a_failed_write(
+    write, tmp_path, monkeypatch, capsys
+):
+    used = []
+
+    def continuation(decoder, *rest):
+        used.append(decoder.dtype)
+        return "", ""
+
+    monkeypatch.setattr(outputs, "prompt_and_continuation", continuation)
+    for dtype in ("float32", "bfloat16"):
+        write(2, dtype=dtype)
+    write(2, is_main=False)
+    assert used == [torch.float32, torch.bfloat16]
+    (tmp_path / "samples.jsonl").unlink()
+    (tmp_path / "samples.jsonl").mkdir()
+    write(2)
+    assert "SAMPLE NOT WRITTEN" in capsys.readouterr().out

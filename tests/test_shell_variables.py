@@ -1,0 +1,88 @@
+"""The environment variables of run_accelerate.sh."""
+
+import pytest
+from conftest import REPOSITORY
+
+from common.errors import UsageError
+from launch.shell_variables import ShellVariables
+from training.arguments import DistillationArguments, SFTArguments, TrainingArguments
+
+TWO_MACHINES = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"ENGINE": "zero4"}, "ENGINE=zero4 does not exist: choose one of ddp fp16"),
+        ({"ENGINE": "zero3", "CONFIG": "my.yaml"}, "set only one"),
+        ({"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
+        ({"STAGE": "distill", "DATA": "x"}, "STAGE=distill does not use DATA"),
+        ({"STAGE": "sft", "PREPARE_FLAGS": "--reuse"}, "does not use PREPARE_FLAGS"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT 70000 below 65536"),
+        ({"MASTER_PORT": "many"}, "MASTER_PORT must be an integer, 0 or larger, not 'many'"),
+        ({"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "MACHINE_RANK 1 must be below NUM_MACHINES 1"),
+        ({"MASTER_ADDR": "node1"}, "set NUM_MACHINES too"),
+        ({"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "cannot resolve 'no name'"),
+        *(
+            ({"MINUTES": text}, "MINUTES must be a positive number")
+            for text in ("0", "nan", "9" * 310)
+        ),
+    ],
+)
+def test_variables_that_cannot_work_are_refused(environ, says):
+    with pytest.raises(UsageError) as refused:
+        ShellVariables(environ, [])
+    assert says in str(refused.value)
+
+
+def test_each_stage_selects_its_arguments_and_minutes_can_be_a_fraction():
+    kinds = [ShellVariables({"STAGE": stage}, []).kind for stage in ("", "sft", "distill")]
+    assert kinds == [TrainingArguments, SFTArguments, DistillationArguments]
+    assert ShellVariables({"MINUTES": "0.5"}, []).minutes == 0.5
+    assert ShellVariables({}, []).minutes is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "processes"),
+    [({}, 0, 1), ({}, 4, 4), (TWO_MACHINES, 8, 16), ({"NUM_PROCESSES": "3"}, 0, 3)],
+)
+def test_each_gpu_gets_a_process_unless_a_number_is_set(environ, gpus, processes):
+    assert ShellVariables(environ, []).processes(gpus) == processes
+
+
+@pytest.mark.parametrize("environ", [{"NUM_PROCESSES": "0"}, TWO_MACHINES | {"NUM_PROCESSES": "3"}])
+def test_a_number_of_processes_that_is_no_positive_multiple_of_the_machines_is_refused(environ):
+    with pytest.raises(UsageError, match="positive multiple of NUM_MACHINES"):
+        ShellVariables(environ, []).processes(1)
+
+
+def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
+    one = ShellVariables({"ENGINE": "zero1"}, []).launcher_words(4)
+    assert one == [
+        "--config_file",
+        "configs/zero1.yaml",
+        "--num_processes",
+        "4",
+        "--main_process_port",
+        "0",
+    ]
+    words = ShellVariables(TWO_MACHINES | {"MACHINE_RANK": "1"}, []).launcher_words(4)
+    assert words[4:8] == ["--main_process_port", "29500", "--num_machines", "2"]
+    assert words[8:] == [
+        *("--machine_rank", "1", "--main_process_ip", "127.0.0.1"),
+        *("--deepspeed_multinode_launcher", "standard"),
+    ]
+
+
+def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
+    assert ShellVariables({}, ["--data=out/data/mine"]).data_flags() == []
+    with pytest.raises(UsageError, match="excludes DATA"):
+        ShellVariables({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags()
+    chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags()
+    assert chat == ["--conversations", "my.jsonl"]
+    assert ShellVariables({"STAGE": "distill"}, []).data_flags() == ["--teacher", "auto"]

@@ -1,0 +1,347 @@
+"""A command starts or resumes the right run, refuses a wrong one, and writes settings.json."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.errors import UsageError
+from engine.engine import Engine
+from model import LMConfig
+from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
+from storage.folder import RunFolder, lock, read_settings, release_locks
+from training.arguments import DistillationArguments, TrainingArguments
+from training.inputs import shapes_of
+from training.starting_point import (
+    StartingPoint,
+    changes_since_stop,
+    find_starting_point,
+    resumed_arguments,
+    run_identity,
+    set_aside,
+    with_own_weights,
+    write_settings,
+)
+
+NOW = 1.7e9
+SFT = "train_sft_accelerate.py"
+
+
+@pytest.fixture(autouse=True)
+def locks():
+    """Releases the locks of a test, which would otherwise last until the test process ends."""
+    yield
+    release_locks()
+
+
+def find(out_dir: Path, **flags) -> StartingPoint:
+    return find_starting_point(TrainingArguments(out_dir=str(out_dir), **flags))
+
+
+def refused(out_dir: Path, **flags) -> str:
+    with pytest.raises(UsageError) as error:
+        find(out_dir, **flags)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def make_run(path: Path, *steps: int, age: float = 0, **state) -> Path:
+    """Make a run with empty metrics. Its checkpoints were written `age` seconds before NOW.
+
+    Args:
+        state: more entries of state.json, such as the identity of the run.
+    """
+    path.mkdir(parents=True)
+    (path / "metrics.jsonl").write_text("", encoding="utf-8")
+    for step in steps:
+        write_empty(RunFolder(path), step, **state)
+        os.utime(RunFolder(path).checkpoint(step), (NOW - age, NOW - age))
+    return path
+
+
+def write_empty(run: RunFolder, step: int, **state) -> None:
+    """Write a checkpoint without tensors."""
+    nothing = {WEIGHTS: {}, OPTIMIZER: {}, RANDOM: {}}
+    values = {"step": step, "optimizer_step": step, "processes": 1, "identity": {}} | state
+    write_checkpoint(run, nothing, values)
+
+
+def damage_file(run: Path, step: int, name: str = WEIGHTS) -> None:
+    """Flip a bit of a checkpoint's file."""
+    path = RunFolder(run).checkpoint(step) / name
+    contents = bytearray(path.read_bytes())
+    contents[3] ^= 1
+    path.write_bytes(contents)
+
+
+def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path):
+    assert find(tmp_path).folder.path.name.replace("-", "").isdigit()
+    start = find(tmp_path, run_name="first")
+    assert (start.folder.path, start.checkpoint, start.step) == (tmp_path / "first", None, 0)
+    assert list(tmp_path.iterdir()) == []
+    lock(start.folder.lock)
+    set_aside(start)
+    assert [path.name for path in start.folder.path.iterdir()] == ["lock"]
+    with pytest.raises(UsageError, match="in use by process"):
+        lock(start.folder.lock)
+
+
+def test_a_run_of_another_program_is_refused(tmp_path):
+    """The run is refused without --resume, with --resume auto, and with --resume PATH."""
+    run = make_run(tmp_path / "first", 10)
+    (run / "settings.json").write_text("{}")  # without "program": an old file of pretraining
+    for resume in (None, "auto"):
+        args = DistillationArguments(out_dir=str(tmp_path), run_name="first", resume=resume)
+        with pytest.raises(UsageError, match=r"holds a run of train_pretrain\S+: choose another"):
+            find_starting_point(args)
+    (run / "settings.json").write_text(json.dumps({"program": SFT}))
+    for named in (run, run / "checkpoints" / "step-00000010"):
+        said = refused(tmp_path, resume=str(named))
+        assert f"first holds a run of {SFT}: resume it with that program" in said
+
+
+def test_auto_takes_the_newest_checkpoint_of_all_runs_or_of_the_named_run(tmp_path):
+    older = make_run(tmp_path / "older", 10, 9000, age=100)
+    newer = make_run(tmp_path / "newer", 9, 1000)
+    (newer / "checkpoints" / "step-00002000.partial-7").mkdir()
+    assert find(tmp_path, resume="auto").checkpoint == RunFolder(newer).checkpoint(1000)
+    start = find(tmp_path, resume="auto", run_name="older")
+    assert (start.checkpoint, start.step) == (RunFolder(older).checkpoint(9000), 9000)
+
+
+def test_auto_with_nothing_to_resume_starts_a_run_and_says_so(tmp_path, capsys):
+    assert find(tmp_path / "runs", resume="auto", run_name="first").checkpoint is None
+    assert "no checkpoint" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_path_of_a_run_or_of_a_checkpoint_can_be_resumed(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "runs" / "first", 10, 20)
+    for here, named, step in ((run.parent, "first", 20), (run, "checkpoints/step-00000010", 10)):
+        monkeypatch.chdir(here)
+        start = find(tmp_path / "others", resume=named)
+        assert (start.folder.path, start.checkpoint) == (run, RunFolder(run).checkpoint(step))
+        assert find(tmp_path, resume=named, run_name="first").folder.path == run
+        said = refused(tmp_path, resume=named, run_name="mine")
+        assert said == f"--run_name mine: leave it out, {run} is resumed"
+    assert "neither a run with checkpoints nor a checkpoint" in refused(tmp_path, resume="none")
+
+
+def test_auto_reports_damaged_checkpoints_skips_them_and_sets_them_aside(tmp_path, capsys):
+    run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
+    damage_file(run.path, 3)
+    start = find(tmp_path, run_name="run", resume="auto")
+    assert (start.checkpoint, start.step) == (run.checkpoint(2), 2)
+    assert f"DAMAGED CHECKPOINT {run.checkpoint(3)}: " in capsys.readouterr().out
+    assert len(run.all_checkpoints()) == 3
+    set_aside(start)
+    assert [path.name for path in run.all_checkpoints()] == ["step-00000001", "step-00000002"]
+    assert list(run.checkpoints.glob("step-00000003.aside-*"))
+    for step in (1, 2):
+        damage_file(run.path, step)
+    assert "auto: no undamaged checkpoint" in refused(tmp_path, run_name="run", resume="auto")
+
+
+def test_a_damaged_checkpoint_is_refused_when_named_but_its_run_can_be_resumed(tmp_path):
+    run = make_run(tmp_path / "run", 1, 2)
+    damage_file(run, 2, OPTIMIZER)
+    assert find(tmp_path, resume=str(run)).step == 1
+    said = refused(tmp_path, resume=str(RunFolder(run).checkpoint(2)))
+    assert f"is damaged: the checksum of {OPTIMIZER} is wrong" in said
+    (RunFolder(run).checkpoint(2) / "state.json").unlink()
+    assert find(tmp_path, resume=str(run)).step == 1
+
+
+def test_resuming_an_earlier_checkpoint_sets_later_ones_and_the_weights_aside(tmp_path):
+    run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
+    run.weights.mkdir()
+    set_aside(find(tmp_path, resume=str(run.checkpoint(1))))
+    assert not run.weights.exists()
+    assert [path.name for path in run.all_checkpoints()] == ["step-00000001"]
+    assert len(list(run.path.glob("weights.aside-*"))) == 1
+
+
+CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)
+MINE, OTHERS = (
+    SimpleNamespace(description={"tokenizer_sha256": letter * 64}, identity=letter * 16)
+    for letter in "ab"
+)
+
+
+def saved_by(
+    path: Path, args: TrainingArguments, processes: int = 1, form: str = "new", **changes
+) -> StartingPoint:
+    """Make a checkpoint of a run with the model CONFIG, the data MINE and `processes` processes.
+
+    Args:
+        form: "old" is the format in which "identity" contains the shape of the model.
+        changes: other values for fields of the model's shape; None removes a field.
+    """
+    shape = {k: v for k, v in (CONFIG.to_dict() | changes).items() if v is not None}
+    identity = run_identity(MINE, args, processes, teacher=None)
+    state = {"identity": identity, "model": shape, "processes": processes}
+    if form == "old":
+        shape = {k: v for k, v in shape.items() if k not in ("dropout", "use_flash_attn")}
+        del identity["optimizer"]
+        state = {"identity": shape | identity, "processes": processes}
+    run = RunFolder(make_run(path / "saved", 10, **state))
+    return StartingPoint(run, run.checkpoint(10), read_state(run.checkpoint(10)))
+
+
+def resumed(
+    start: StartingPoint, args: TrainingArguments, config=CONFIG, data=MINE, processes=1
+) -> TrainingArguments:
+    identity = run_identity(data, args, processes, teacher=None)
+    shapes = shapes_of(config, args)
+    filled, identity = resumed_arguments(start, args, shapes, identity, processes)
+    assert identity == start.state["identity"]
+    return filled
+
+
+def not_the_same(start: StartingPoint, *now, **how) -> list[str]:
+    """Resume, which must fail. Return the parts of the error, without the checkpoint's name."""
+    with pytest.raises(UsageError) as error:
+        resumed(start, *now, **how)
+    assert "\n" not in str(error.value)
+    return str(error.value).removeprefix(f"cannot resume {start.checkpoint}: ").split("; ")
+
+
+FORMS = pytest.mark.parametrize("form", ["old", "new"])
+
+
+@FORMS
+def test_every_difference_is_listed_and_the_file_with_the_runs_flags_is_named(tmp_path, form):
+    start = saved_by(tmp_path, TrainingArguments(batch_size=16), form=form)
+    args = TrainingArguments(batch_size=8, seed=7, optimizer="muon", resume="auto")
+    config = dataclasses.replace(CONFIG, dim=64, n_layers=4)
+    assert not_the_same(start, args, config) == [
+        "dim: 48 in the checkpoint, 64 now",
+        "global_batch: 16 in the checkpoint, 8 now",
+        "n_layers: 3 in the checkpoint, 4 now",
+        "optimizer: adamw in the checkpoint, muon now",
+        "seed: 42 in the checkpoint, 7 now",
+        f"the flags that resume it are in {start.folder.settings}",
+    ]
+
+
+def test_a_run_is_not_resumed_with_other_data_tokenizer_or_teacher(tmp_path):
+    args = DistillationArguments(teacher="now")
+    start = saved_by(tmp_path, args)
+    start.state["identity"]["teacher"] = "1" * 16
+    identity = run_identity(OTHERS, args, 1, teacher="2" * 64)
+    with pytest.raises(UsageError) as error:
+        resumed_arguments(start, args, shapes_of(CONFIG, args), identity, 1)
+    for name, ours, theirs in (("data", "a", "b"), ("tokenizer", "a", "b"), ("teacher", "1", "2")):
+        said = f"{name}: {ours * 16} in the checkpoint, {theirs * 16} now"
+        assert said in str(error.value)
+
+
+@FORMS
+def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path, form):
+    """A field that the checkpoint does not have gets its default."""
+    args = TrainingArguments(batch_size=4, accumulation_steps=2, learning_rate=1e-3)
+    start = saved_by(tmp_path, args, form=form, rope_theta=None, tie_embeddings=None)
+    now = dataclasses.replace(args, learning_rate=2e-3, resume="auto")
+    config = dataclasses.replace(CONFIG, dropout=0.1, use_flash_attn=False)
+    assert resumed(start, now, config) == now
+    said = not_the_same(start, args, dataclasses.replace(CONFIG, rope_theta=1000.0))
+    assert said[0] == f"rope_theta: {LMConfig.rope_theta} in the checkpoint, 1000.0 now"
+
+
+@pytest.mark.parametrize(("processes", "accumulation_steps"), [(2, 3), (3, 2)])
+def test_another_number_of_processes_keeps_the_global_batch(
+    tmp_path, processes, accumulation_steps
+):
+    start = saved_by(tmp_path, TrainingArguments(batch_size=4), processes=6)
+    args = TrainingArguments(batch_size=4, accumulation_steps=1)
+    expected = dataclasses.replace(args, accumulation_steps=accumulation_steps)
+    assert resumed(start, args, processes=processes) == expected
+    other = TrainingArguments(batch_size=5)  # the global batch is no multiple of 5
+    said = not_the_same(start, other, processes=processes)
+    assert said[0] == f"global_batch: 24 in the checkpoint, {5 * processes} now"
+
+
+def test_a_resumed_run_keeps_its_own_teacher_and_weights(tmp_path):
+    """In a new run, --teacher auto and --init_from auto are not replaced."""
+    run = RunFolder(tmp_path / "mine")
+    run.path.mkdir()
+    run.settings.write_text(json.dumps({"arguments": {"teacher": "its own"}}))
+
+    def own(checkpoint: Path | None, **flags) -> tuple:
+        args = DistillationArguments(**flags)
+        args = with_own_weights(args, StartingPoint(run, checkpoint))
+        return args.teacher, args.init_from
+
+    saved = run.checkpoint(1)
+    assert own(saved, init_from="auto") == ("its own", str(saved))
+    assert own(saved, teacher="typed") == ("typed", None)
+    assert own(None, init_from="auto") == ("auto", "auto")
+    run.base.mkdir()
+    assert own(saved, init_from="auto") == ("its own", str(run.base))
+
+
+@pytest.fixture
+def write(tmp_path, accelerator):
+    """Writes settings of a run into tmp_path; returns its folder."""
+
+    def write(args: TrainingArguments, tokenizer: str = "elsewhere.model") -> RunFolder:
+        (tmp_path / tokenizer).write_bytes(b"pieces")
+        engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"train_batch_size": 24})
+        write_settings(RunFolder(tmp_path), args, CONFIG, engine, tmp_path / tokenizer)
+        return RunFolder(tmp_path)
+
+    return write
+
+
+def test_the_settings_file_has_the_flags_model_engine_and_packages(write):
+    args = TrainingArguments(batch_size=3, run_name="mine", time_limit=1.5)
+    run = write(args)
+    settings = json.loads(run.settings.read_text(encoding="utf-8"))
+    assert settings["arguments"] == vars(args)
+    assert settings["model"] == CONFIG.to_dict()
+    assert (settings["engine"], settings["processes"]) == ("DeepSpeed ZeRO-2", 1)
+    assert settings["deepspeed"] == {"train_batch_size": 24}
+    assert settings["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_a_resume_lists_what_changed_since_the_run_was_stopped(write, accelerator):
+    saved = TrainingArguments(learning_rate=1e-3, time_limit=1.5)
+    run = write(saved)
+    start = StartingPoint(run, run.checkpoint(10), {"step": 10, "processes": 1})
+    engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"train_batch_size": 24})
+    same = dataclasses.replace(saved, resume="auto", run_name="mine")
+    assert changes_since_stop(start, same, CONFIG, engine) == []
+    args = dataclasses.replace(same, learning_rate=2e-3, time_limit=None)
+    config = dataclasses.replace(CONFIG, dropout=0.1)
+    settings = json.loads(run.settings.read_text(encoding="utf-8"))
+    run.settings.write_text(json.dumps(settings | {"engine": "DDP", "processes": 2}))
+    assert changes_since_stop(start, args, config, engine) == [
+        "changed since the run was stopped: --time_limit 1.5 → None",
+        "changed since the run was stopped: --learning_rate 0.001 → 0.002",
+        "changed since the run was stopped: --dropout 0.0 → 0.1",
+        "changed since the run was stopped: engine DDP → DeepSpeed ZeRO-2",
+        "changed since the run was stopped: processes 2 → 1",
+    ]
+    assert changes_since_stop(StartingPoint(run), args, config, engine) == []
+    run.settings.unlink()
+    assert changes_since_stop(start, args, config, engine) == []
+
+
+def test_a_new_run_deletes_the_tokenizer_of_an_earlier_run_in_its_folder(write, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    run = write(TrainingArguments(), tokenizer="other/tokenizer.json")
+    assert (run.tokenizer.name, run.tokenizer.read_bytes()) == ("tokenizer.json", b"pieces")
+    assert write(TrainingArguments()).tokenizer.name == "tokenizer.model"
+    assert not list(run.path.glob("tokenizer*.json"))
+
+
+@pytest.mark.parametrize("settings", [None, b"\xff", b"[]"])
+def test_an_unreadable_settings_file_gives_no_settings(tmp_path, settings):
+    if settings is not None:
+        RunFolder(tmp_path).settings.write_bytes(settings)
+    assert read_settings(RunFolder(tmp_path).settings) == {}

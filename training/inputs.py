@@ -1,0 +1,193 @@
+"""Find and check the weights, teacher, data and checkpoint of a run, before its model is built.
+
+launch/preflight.py also calls `prepare`, in a single process, to check a launch.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from common.errors import ReportedError, UsageError
+from data.dataset import NothingFitsError, TokenStream
+from data.prepare import conversations_out
+from engine.agreement import on_every_process, on_main_process, require_the_same
+from engine.engine import Engine
+from engine.memory import Workload
+from model import LMConfig, Transformer
+from model.config import HOW_IT_COMPUTES
+from storage.find import PRETRAINING, data_of, name_of
+from storage.weights import WeightsFolder
+from training.arguments import SFTArguments, TrainingArguments
+from training.starting_point import (
+    StartingPoint,
+    find_starting_point,
+    resumed_arguments,
+    run_identity,
+    with_own_weights,
+)
+from training.teacher import TeacherWeights, require_same_tokenizer
+
+# Flags that may differ between machines.
+OF_A_MACHINE = {
+    *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
+    *("num_workers", "teacher", "teacher_config", "time_limit"),
+}
+# Settings that may differ from those of the initial weights: they change no weight's shape.
+MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
+REPOSITORY = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    args: TrainingArguments  # with paths filled in; a resume may change accumulation_steps
+    start: StartingPoint
+    source: WeightsFolder | None  # the initial weights, or None: they are random
+    teacher: TeacherWeights | None
+    train_set: TokenStream
+    val_set: TokenStream | None  # None: no validation
+    config: LMConfig
+    shapes: Transformer  # the model on the meta device, with its adapters
+    identity: dict  # facts that must stay the same at a resume, see `run_identity`
+    total_steps: int  # of the whole run
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one pass over the text. Older versions counted all segmentations as a pass."""
+        return self.identity.get("samples_per_epoch", len(self.train_set))
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs per token: forward and backward, and the forward pass of a teacher."""
+        length = self.train_set.tokens_per_sample
+        teacher = self.teacher.shapes.flops_per_token(length) / 3 if self.teacher else 0
+        return self.shapes.flops_per_token(length) + teacher
+
+    def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
+        """Return the work of one process in a step, for the memory estimate."""
+        return Workload(
+            args=self.args,
+            shapes=self.shapes,
+            processes=processes,
+            device=device,
+            compiled=compiled,
+            teacher=self.teacher and self.teacher.shapes,
+            teacher_config=self.teacher and self.teacher.zero,
+        )
+
+
+def prepare(
+    args: TrainingArguments, model_settings: dict, engine: Engine | None, processes: int = 1
+) -> Inputs:
+    """Find and check everything that a run needs. Every process must call it. Before a launch
+    `engine` is None and `processes` is given. Raises UsageError or ConfigError if a check fails."""
+    processes = engine.processes if engine else processes
+
+    def decide() -> tuple:  # runs on the main process, for all processes
+        start = find_starting_point(args, claims=engine is not None)
+        own = with_own_weights(args, start)
+        out = Path(args.out_dir)
+        source = own.init_from and WeightsFolder.find(name_of(own.init_from, out, PRETRAINING))
+        settings = source_settings(source, model_settings)
+        teacher = None
+        if own.teacher:
+            name = name_of(own.teacher, out, PRETRAINING)
+            teacher = TeacherWeights.find(replace(own, teacher=name))
+            settings = {"max_seq_len": teacher.training_length} | settings
+        return start, source, teacher, settings, prepared_data(args, source, teacher)
+
+    def open_data() -> tuple:  # runs on every process
+        seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
+        train_set = filled.dataset(filled.data, "train", seq_len)
+        try:
+            val_set = filled.dataset(filled.data, "val", seq_len)
+        except NothingFitsError:
+            val_set = None
+        if source:
+            require_same_tokenizer(source, train_set)
+        if teacher:
+            teacher.require_fit(train_set, engine)
+        config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
+        return train_set, val_set, shapes_of(config, filled), teacher and teacher.source.sha256()
+
+    start, source, teacher, settings, data = on_main_process(engine, decide)
+    filled = replace(args, data=args.data or data)  # machines may have different paths
+    if teacher:
+        filled = replace(filled, teacher=str(teacher.source.path))
+    train_set, val_set, shapes, sha256 = on_every_process(engine, open_data)
+    identity = run_identity(train_set, filled, processes, sha256)
+    is_older = start.checkpoint and "samples_per_epoch" not in start.state["identity"]
+    if train_set.segmentations > 1 and not is_older:  # else a pass reads all segmentations
+        identity["samples_per_epoch"] = train_set.samples_per_epoch
+    if engine:
+        flags = {f"--{k}": v for k, v in vars(args).items() if k not in OF_A_MACHINE}
+        facts = {"engine": engine.name} | flags | shapes.config.to_dict() | identity
+        require_the_same(engine, facts | (engine.deepspeed or {}))
+    if start.checkpoint:
+        filled, identity = resumed_arguments(start, filled, shapes, identity, processes)
+    per_epoch = identity.get("samples_per_epoch", len(train_set))
+    return Inputs(
+        args=filled,
+        start=start,
+        source=source,
+        teacher=teacher,
+        train_set=train_set,
+        val_set=val_set,
+        config=shapes.config,
+        shapes=shapes,
+        identity=identity,
+        total_steps=filled.total_steps(per_epoch, processes),
+    )
+
+
+def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
+    """Return the model settings of the weights (if any), updated by the typed settings. Raises
+    UsageError if a typed setting contradicts the weights, ConfigError if the shape is invalid."""
+    config = source and source.config()
+    theirs = config.shape() if config else {}
+    for name, value in typed.items():
+        if config and name not in MAY_DIFFER and value != getattr(config, name):
+            shape = f"{source.path} has {getattr(config, name)}"
+            raise UsageError(f"--{name} {value}: leave it out, {shape}")
+    LMConfig(**theirs | typed)
+    return theirs | typed
+
+
+def prepared_data(
+    args: TrainingArguments, source: WeightsFolder | None, teacher: TeacherWeights | None
+) -> str:
+    """Return the folder of prepared data; prepare conversations or a missing built-in corpus first.
+    Raises UsageError if preparing fails, the teacher's data is missing, or two flags conflict."""
+    if isinstance(args, SFTArguments) and args.data is None:
+        tokenizer = source.tokenizer
+        folder = str(conversations_out(args.conversations, tokenizer))
+        flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
+    elif isinstance(args, SFTArguments) and args.conversations != "builtin":
+        raise UsageError("--data is prepared data, --conversations is data to prepare: give one")
+    elif args.data is None:
+        return data_of(str(teacher.source.path))
+    elif args.data == TrainingArguments.data and not Path(args.data).exists():
+        folder, flags = args.data, ["--data", "builtin"]
+    else:
+        return args.data
+    flags += ["--out", folder, "--reuse"]  # --reuse accepts data with other settings
+    command = [sys.executable, "-m", "scripts.prepare_data", *flags]
+    search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    if subprocess.run(
+        command, stdout=2, env=os.environ | {"PYTHONPATH": search}
+    ).returncode:  # to stderr: preflight's stdout is for flags
+        print(f"try: python -m scripts.prepare_data {shlex.join(flags)}", file=sys.stderr)
+        raise ReportedError(f"{folder}: the data could not be prepared")
+    return folder
+
+
+def shapes_of(config: LMConfig, args: TrainingArguments) -> Transformer:
+    """Return the model on the meta device. Raises ConfigError if adapters do not fit."""
+    with torch.device("meta"):
+        shapes = Transformer(config)
+        args.adapt(shapes)
+    return shapes

@@ -1,0 +1,125 @@
+"""Write samples during training; at its end, write weights, loss curve and report."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.atomic import whole_folder
+from data.chat_template import encode_chat_prompt
+from data.conversations import Turn
+from data.shards import CONVERSATIONS, TEXT
+from data.tokenizer import Tokenizer, copy_tokenizer, open_tokenizer
+from formats.peft import save_adapter
+from formats.portable import load_portable, save_portable
+from inference.decoder import Decoder
+from inference.generation import generate
+from inference.sampling import Sampling
+from model import IGNORE_INDEX, Transformer
+from model.lora import merged_weights
+from report.history import read_history
+from report.page import draw_losses, final_numbers, try_to_write_report
+from storage.checkpoint import with_base
+from storage.find import BEST
+from storage.folder import RunFolder
+from training.inputs import Inputs
+from training.interruption import how_to_resume, python
+from training.log import TrainingLog
+
+PROMPT_TOKENS = 12  # tokens of a prompt from text data, if --sample_prompt is not given
+SHOWN = 80  # characters of a sample that the log shows
+
+
+def prompt_and_continuation(
+    model: Decoder | Transformer, tokenizer: Tokenizer, inputs: Inputs
+) -> tuple[str, str]:
+    """Return the prompt (by default from validation or training data) and a continuation."""
+    args, data = inputs.args, inputs.val_set or inputs.train_set
+    next_ids = []  # tokens with which the continuation may begin; []: all
+    if args.sample_prompt is None:
+        tokens, targets = data[0]
+        if data.kind == CONVERSATIONS:  # the conversation up to its first answer that counts
+            prompt = tokens[: int((targets != IGNORE_INDEX).nonzero()[0]) + 1].tolist()
+        else:
+            prompt = tokens[:PROMPT_TOKENS].tolist()
+            while len(prompt) > 1 and tokenizer.decode(prompt).endswith("\ufffd"):
+                prompt.pop()  # the prompt must not end inside a character
+    elif data.kind == TEXT:
+        prompt, next_ids = tokenizer.encode_prompt(args.sample_prompt)
+    else:
+        prompt = encode_chat_prompt(tokenizer, [Turn("user", args.sample_prompt)])
+    how, stop = Sampling(seed=args.seed), (tokenizer.eos_id,)
+    (ids,) = generate(model, [prompt], args.sample_tokens, how, next_ids=[next_ids], stop_ids=stop)
+    return tokenizer.decode(prompt), tokenizer.decode(ids)
+
+
+def write_sample(step: int, model: Transformer | None, inputs: Inputs, log: TrainingLog):
+    """Append a sample to samples.jsonl, on the main process. A copy of the model generates the text
+    with its own random generator, so training does not change. A full disk does not end the run."""
+    if not log.accelerator.is_main_process:  # other ranks wait at the next collective operation
+        return
+    decoder = Decoder(model, getattr(torch, inputs.args.dtype))
+    decoder.recorded = False  # no CUDA graph: no other thread may use the GPU during a recording
+    tokenizer = open_tokenizer(log.folder.path)  # not the tokenizer of --data, which may be newer
+    with torch.compiler.set_stance("force_eager"):  # do not compile for new shapes
+        prompt, text = prompt_and_continuation(decoder, tokenizer, inputs)
+    row = json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
+    try:
+        with open(log.folder.samples, "a", encoding="utf-8") as file:
+            file.write(f"{row}\n")
+    except OSError as error:
+        log.say(f"SAMPLE NOT WRITTEN: {error}")
+    log.say(f"step {step}/{log.total_steps}  sample {(prompt + text)[:SHOWN]!r}")
+
+
+def write_results(inputs: Inputs, weights: dict[str, Tensor], log: TrainingLog) -> None:
+    """Write weights (adapters merged in), adapters, sample.txt, loss.png and report.html; print
+    commands to try next. The folder of weights marks a run as finished."""
+    run, config, lora = inputs.start.folder, inputs.config, inputs.shapes.lora
+    if lora:
+        with whole_folder(run.adapter) as folder:
+            save_adapter(folder, config, weights, lora)
+            _copy_template(run, folder)
+    with whole_folder(run.weights) as folder:
+        save_portable(folder, config, dict(merged_weights(with_base(run, weights, lora), lora)))
+        copy_tokenizer(run.tokenizer, folder)
+        _copy_template(run, folder)
+        # Generate the sample from the new files, to check that they can be used.
+        model, tokenizer = load_portable(folder), open_tokenizer(folder)
+        prompt, continuation = prompt_and_continuation(model, tokenizer, inputs)
+        run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
+        draw_losses(run.path, run.loss_picture)
+    path, prompt_flag = shlex.quote(str(run.path)), shlex.quote(prompt.replace("\n", " "))
+    next_command = f"scripts.chat {path}"
+    if not run.template.exists():
+        next_command = f"scripts.generate {path} --prompt {prompt_flag}"
+    adapter = f"adapter:    {run.adapter}, in PEFT's format (base weights: {run.base})\n"
+    best = final_numbers(read_history(run.path)).get("best validation loss", "")
+    best = best and f"best validation loss {best}: {run.path}{BEST}\n"
+    log.say(
+        f"\n{best}"
+        f"\nsample, the model's continuation of {prompt!r}:\n{prompt}{continuation}\n\n"
+        f"loss curve: {run.loss_picture}\n"
+        f"report:     {try_to_write_report([run.path], run.report)}\n"
+        f"weights:    {run.weights}\n{adapter if lora else ''}\n"
+        f"next: {python()} -m {next_command}\n"
+        f"      {python()} -m scripts.evaluate {path}\n"
+        f"      {python()} -m scripts.export_hf {path} {shlex.quote(f'out/hf/{run.path.name}')}"
+    )
+
+
+def _copy_template(run: RunFolder, folder: Path) -> None:
+    if run.template.exists():
+        shutil.copyfile(run.template, folder / run.template.name)
+
+
+def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
+    """Print why a run stopped before its end, whether it is saved, and how to resume it."""
+    state, command = "saved" if saved else "NOT SAVED", "nothing has been saved so far"
+    if run.latest.exists():
+        command = f"to go on:\n  {how_to_resume(run.path)}"
+    print(f"report: {try_to_write_report([run.path], run.report)}")
+    print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)

@@ -1,0 +1,157 @@
+"""Set up a training program: from the command line to a `Run` that is ready to train."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from common.errors import UsageError, one_line_errors
+from engine.agreement import on_every_process, on_main_process
+from engine.engine import Engine, build_engines, exit_rank
+from engine.launcher_settings import with_launcher_settings
+from model import ConfigError
+from storage.checkpoint import write_base
+from storage.folder import claim, release_locks
+from training.arguments import TrainingArguments, as_arguments, build_parser
+from training.build import random_state
+from training.failures import one_line_failures
+from training.inputs import Inputs, prepare
+from training.interruption import LIVES_ON, SIGNALS, StopRequest
+from training.log import require_trackers
+from training.run import Run
+from training.start_block import start_block, warnings
+from training.starting_point import changes_since_stop, set_aside, write_settings
+
+
+def run_program(
+    kind: type[TrainingArguments],
+    train: Callable[[Any], None],
+    argv: list[str] | None,
+    make: Callable[[TrainingArguments, dict], Any] | None = None,
+) -> None:
+    """Set up a run and train it, unless it is finished. If `argv` is None, take the flags of the
+    command line, and end with `exit_rank`. With `argv`, as in a notebook, the process goes on.
+    `make` (default: `set_up`) returns the argument of `train`, or None if the run is finished."""
+    process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
+    try:
+        with one_line_errors(kind.program, UsageError, ConfigError), process:
+            typed = vars(build_parser(kind).parse_args(argv))
+            args, model_settings = as_arguments(with_launcher_settings(typed), kind)
+            with one_line_failures(args, model_settings):
+                subject = (make or set_up)(args, model_settings)
+                if subject is not None:
+                    train(subject)
+    finally:
+        if argv is None:
+            exit_rank()
+
+
+@contextmanager
+def notebook_process(command: list[str]) -> Iterator[None]:
+    """Context in which sys.argv is `command`. Afterwards the process can begin another run."""
+
+    def forget_models() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # allows another precision
+        GradientState._reset_state()
+        if "torch._dynamo" in sys.modules:  # delete compiled code of earlier runs
+            torch.compiler.reset()
+
+    typed, sys.argv = sys.argv, command
+    environ = os.environ.copy()  # the run adds variables that name its engine
+    os.environ[LIVES_ON] = "1"
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    forget_models()
+    try:
+        yield
+    finally:
+        forget_models()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        release_locks()
+        os.environ.clear()
+        os.environ.update(environ)
+        sys.argv = typed
+
+
+def set_up(args: TrainingArguments, model_settings: dict, kind: type[Run] = Run) -> Run | None:
+    """Return a run that is ready to train, or None if it is finished. Raises UsageError or
+    ConfigError if the run cannot be trained."""
+    return next(iter(set_up_together([(args, model_settings)], kind=kind)), None)
+
+
+def set_up_together(
+    models: list[tuple[TrainingArguments, dict]],
+    resumed: Callable[[], list] | None = None,
+    kind: type[Run] = Run,
+) -> dict[Run, dict]:
+    """Set up runs that read the same batches. Return a dict: unfinished run → its random state. The
+    main process calls `resumed`, if given, which returns the value of --resume for each run."""
+    started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
+    require_trackers(first.trackers)
+    engines = build_engines([args for args, _ in models])
+    if resumed:
+        paths = on_main_process(engines[0], resumed)
+        pairs = zip(models, paths, strict=True)
+        models = [(replace(args, resume=path), settings) for (args, settings), path in pairs]
+    pairs = zip(models, engines, strict=True)
+    inputs = [prepare(args, settings, engine) for (args, settings), engine in pairs]
+    batches = {(x.config.max_seq_len, x.args.global_batch(1), x.total_steps) for x in inputs}
+    if len(batches) > 1:
+        raise UsageError(f"models differ in (max_seq_len, sequences per process, steps): {batches}")
+    stop = StopRequest(engines[0], first.time_limit, first.save_minutes, since=started)
+    runs = {}
+    for each, engine in zip(inputs, engines, strict=True):
+        select_engine(engine)
+        name = each.args.run_name if len(models) > 1 else ""
+        if run := start_run(each, engine, stop, name, kind):
+            runs[run] = random_state(engine.accelerator.device)
+    for run in runs:  # rename checkpoints and write settings after all runs are set up
+        if run.engine.is_main:
+            set_aside(run.inputs.start)
+            tokenizer = run.inputs.train_set.tokenizer_path
+            write_settings(run.folder, run.args, run.inputs.config, run.engine, tokenizer)
+        run.log.open()
+    if not runs:
+        engines[0].accelerator.end_training()
+    return runs
+
+
+def select_engine(engine: Engine) -> None:
+    """Make Accelerate use the DeepSpeed configuration of this engine."""
+    if engine.plugin is not None:
+        engine.accelerator.state.select_deepspeed_plugin(engine.plugin)
+
+
+def start_run(
+    inputs: Inputs, engine: Engine, stop: StopRequest, name: str, kind: type[Run]
+) -> Run | None:
+    """Build the model, load weights, print the start block; return None if the run is finished.
+    Every process must call it. Raises UsageError or ConfigError if the run cannot be trained."""
+    args, start, train_set = inputs.args, inputs.start, inputs.train_set
+    on_main_process(engine, partial(claim, start.folder))  # a new folder is not yet locked
+    engine.set_accumulation(args.accumulation_steps)
+    finished = start.step >= inputs.total_steps
+    if finished and on_main_process(engine, start.folder.weights.exists):
+        steps = f"{start.step} of {inputs.total_steps} steps"
+        engine.accelerator.print(f"{start.folder.path} is finished, {steps}: raise --max_steps")
+        return None
+    run = kind(inputs, engine, stop, name)
+    if inputs.source and not start.checkpoint:
+        model = on_every_process(engine, inputs.source.load)
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        run.state.load_weights(weights, str(inputs.source.path))
+        if inputs.shapes.lora:  # the run folder needs the frozen weights too
+            keep = (start.folder, inputs.config, weights, train_set.tokenizer_path)
+            on_main_process(engine, partial(write_base, *keep))
+    changes = changes_since_stop(start, args, inputs.config, engine)
+    for text in (start_block(run), *changes, *warnings(run)):
+        run.log.say(text)
+    return run

@@ -1,0 +1,149 @@
+"""What a run says before its first step: its facts and warnings."""
+
+import os
+
+import torch
+
+from common.numbers import counted, memory
+from data.shards import CONVERSATIONS
+from engine.device import (
+    attention_kernel,
+    available_memory,
+    cpu_emulates_bf16,
+    device_name,
+    matrix_precision,
+)
+from engine.launcher_settings import reading_notes
+from engine.memory import DDP, Kind, Workload, estimate, fits, kind_of
+from model import Transformer
+from training.failures import less_memory
+from training.optimizer import muon_matrices
+from training.run import Run
+
+
+def start_block(run: Run) -> str:
+    """Return the facts of a run, one per line, with aligned names."""
+    args, engine, inputs, rate = run.args, run.engine, run.inputs, run.learning_rate
+    device, data, batch = run.accelerator.device, inputs.train_set, run.samples_per_step
+    lora, checkpoint = inputs.shapes.lora, inputs.start.checkpoint
+    origin = f"{inputs.source.path}, with a new optimizer" if inputs.source else "scratch"
+    rows, read = "sequences", f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
+    if (n := inputs.samples_per_epoch) < len(data):
+        ways = f"{n:,} sequences in {data.segmentations} segmentations"
+        read = f"{data.n_tokens:,} tokens, {ways}, {data.seq_len} tokens each"
+    if data.lengths is not None:
+        rows, read = "conversations", data.summary
+    if run.val_loader:
+        read += f"; validation on {len(run.val_loader.dataset):,} {rows}"
+    epochs = rate.total_steps * batch / inputs.samples_per_epoch
+    hint = without_engine(engine.kind, run.work)
+    if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
+        hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
+    optimizer = "AdamW"
+    if (engine.deepspeed or {}).get("zero_force_ds_cpu_optimizer") is False:
+        optimizer = "PyTorch's AdamW, not DeepSpeed's, which needs ninja and a C++ compiler"
+    if args.optimizer == "muon":
+        n_matrices = sum(p.shape[:-2].numel() for p in muon_matrices(inputs.shapes))
+        matrices = f"Muon on {n_matrices} matrices at learning rate"
+        optimizer = f"{matrices} {args.muon_learning_rate:g}, AdamW on the rest"
+    precision = matrix_precision(run.accelerator.mixed_precision)
+    if engine.kind.stage and not engine.kind.fp32_sums and args.dtype != "float32":
+        precision += ", gradients added up in 16 bits too"
+    teacher = None
+    if found := inputs.teacher:
+        divided = kind_of(found.zero).name if found.zero else "whole on each process"
+        teacher = (
+            f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}, "
+            f"{run.teacher.held / 1e6:,.1f} MB of weights per process"
+        )
+    expected = estimate(engine.kind, run.work)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", engine.processes))  # processes on this machine
+    in_ram = f"in RAM ({memory(local * expected.ram)} on this machine)"
+    places = {in_ram: expected.ram, "on NVMe": expected.nvme}
+    offloaded = "".join(f", {memory(n)} {place}" for place, n in places.items() if n)
+    fields = {
+        "run folder": run.folder.path,
+        "starts from": checkpoint.name if checkpoint else origin,
+        "engine": engine.name + (", one reduction per step" if engine.coalesces else "") + hint,
+        "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
+        "device": device_name(device),
+        "precision": precision,
+        "attention": attention_kernel(inputs.config, getattr(torch, args.dtype), device),
+        "compiled": f"no ({run.why_not_compiled})"
+        if run.why_not_compiled
+        else "yes (block by block, during the first step)",
+        "parameters": _parameters(inputs.shapes),
+        "adapters": lora
+        and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
+        f"{run.work.trained:,} parameters are trained"
+        + (", experts are frozen" if inputs.config.use_moe else ""),
+        "optimizer": optimizer,
+        "data": f"{args.data}: {read}",
+        "global batch": f"{batch:,} sequences = {batch * data.tokens_per_sample:,.0f} tokens per "
+        f"step ({args.batch_size} × {args.accumulation_steps} accumulation × {engine.processes} "
+        "processes)",
+        "steps": f"{rate.total_steps:,} ({epochs:.2f} epochs), "
+        f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
+        f"{rate.schedule}",
+        "memory": f"about {memory(expected.peak)} per process expected{offloaded}, plus "
+        "up to 1 GiB for Python and PyTorch",
+        "teacher": teacher,
+        "DeepSpeed": reading_notes(vars(args)) if engine.deepspeed else None,
+    }
+    return "\n".join(f"{name:>13}: {value}" for name, value in fields.items() if value is not None)
+
+
+def without_engine(kind: Kind, work: Workload) -> str:
+    """Return a hint if one process on a GPU would need less memory without its engine, or ""."""
+    saved = estimate(kind, work).peak - estimate(DDP, work).peak
+    if work.processes > 1 or work.on_cpu or saved <= 0:
+        return ""
+    plain = f"`python {work.args.program}` needs about {memory(saved)} less"
+    return f"; one process has nothing to divide: {plain}"
+
+
+def _parameters(shapes: Transformer) -> str:
+    """Describe a model: the number of parameters and its shape."""
+    config = shapes.config
+    total = f"{shapes.num_parameters() / 1e6:.2f} million"
+    if config.use_moe:
+        total += f", {shapes.num_parameters(active=True) / 1e6:.2f} million per token"
+    return (
+        f"{total} (dim {config.dim}, "
+        f"{counted(config.n_layers, 'layers')}, {counted(config.n_heads, 'heads')}, "
+        f"{counted(config.n_kv_heads, 'kv heads')}, vocabulary {config.vocab_size:,})"
+    )
+
+
+def warnings(run: Run) -> list[str]:
+    """Return the warnings to print before the first step. Every process must call it."""
+    args, inputs, engine, device = run.args, run.inputs, run.engine, run.accelerator.device
+    # The smallest of all processes:
+    free = -engine.largest(-available_memory(device, engine.processes))
+    ram = -engine.largest(-available_memory(torch.device("cpu"), engine.processes))
+    texts = []
+    if device.type == "cpu" and args.dtype == "bfloat16" and cpu_emulates_bf16():
+        texts.append("WARNING: this CPU emulates bf16: --dtype float32 is many times faster")
+    if inputs.val_set is None:
+        other = "larger" if args.dataset.kind == CONVERSATIONS else "smaller"
+        texts.append(
+            "NO VALIDATION: prepare the data with a larger --val_fraction, or train with a "
+            f"{other} --max_seq_len than {inputs.config.max_seq_len}"
+        )
+    source, n = inputs.source, inputs.config.max_seq_len
+    if source and not inputs.start.checkpoint and (most := source.config().max_seq_len) < n:
+        text = f"WARNING: {source.path} was trained on {most} positions, this run has {n}"
+        texts.append(f"{text}: pass --max_seq_len {most}, or train long enough to learn the others")
+    if not fits(engine.kind, run.work, free):
+        needs = f"{memory(estimate(engine.kind, run.work).peak)} plus a margin"
+        advice = less_memory(args, inputs.config.use_flash_attn)
+        texts.append(f"WARNING: a process may need {needs}, but has only {memory(free)}: {advice}")
+    if (offloaded := estimate(engine.kind, run.work).ram) > ram:
+        text = f"WARNING: each process offloads {memory(offloaded)} to RAM, but only {memory(ram)} "
+        texts.append(f"{text}are free for it: the system may kill it; take more GPUs or NVMe")
+    if engine.total(int(not run.folder.path.exists())):
+        texts.append(
+            f"WARNING: not every machine sees {run.folder.path}, where machine 0 writes: "
+            "--resume needs a folder that all machines see"
+        )
+    return texts
