@@ -206,7 +206,7 @@ with encoders(2, BATCH_BYTES + 1) as encode_all:
 
 def test_encoding_processes_end_when_the_preparation_is_killed():
     command = [sys.executable, "-c", KILLED]
-    ended = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False)
+    ended = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=60)
     assert ended.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in ended.stdout.split()]
     assert len(pids) == 2
