@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -146,8 +147,7 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),  # only the parent handles Ctrl-C
+        initializer=_start_worker,
     )
 
     def encode_all(records: Iterable[Record], encode: Callable) -> Iterator[Encoded]:
@@ -171,6 +171,13 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
         raise UsageError(f"an encoding process was killed, {hint}") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Ignore Ctrl-C, which the parent handles, and end when the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import REPOSITORY
 from small_model import save_model
 from test_conversation_set import conversation, make_set
 

@@ -5,12 +5,17 @@ import multiprocessing
 import os
 import random
 import re
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import sentencepiece
+from conftest import REPOSITORY, wait_for
 from json_tokenizers import write_tokenizer
 
 from common.errors import UsageError
@@ -189,6 +194,26 @@ def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, mon
     with pytest.raises(UsageError, match="--workers"):
         pack(path, tmp_path / "out", progress=kill_children)
     assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+KILLED = """
+import multiprocessing, os, signal
+from data.encoding import BATCH_BYTES, encoders
+with encoders(2, BATCH_BYTES + 1) as encode_all:
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_encoding_processes_end_when_the_preparation_is_killed():
+    command = [sys.executable, "-c", KILLED]
+    ended = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in ended.stdout.split()]
+    assert len(pids) == 2
+    wait_for(
+        lambda: all(psutil.Process(x).status() == "zombie" for x in pids if psutil.pid_exists(x))
+    )
 
 
 def test_a_few_very_long_documents_still_train_a_tokenizer(tmp_path, monkeypatch):
