@@ -5,6 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from scripts import check_pins
 
@@ -12,10 +14,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PYPROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
 
 
-def names_in(table: str) -> set[str]:
-    """Return the names in `table = [...]` of pyproject.toml. Python 3.10 has no tomllib."""
+def ranges_in(table: str) -> dict[str, SpecifierSet]:
+    """Return name → range of versions in `table = [...]` of pyproject.toml. Python 3.10 has no
+    tomllib."""
     body = re.search(rf"^{table} = \[\n(.*?)^\]", PYPROJECT, re.MULTILINE | re.DOTALL)[1]
-    return set(re.findall(r'^\s*"([^"]+)"', body, re.MULTILINE))
+    found = map(Requirement, re.findall(r'^\s*"([^"]+)"', body, re.MULTILINE))
+    return {each.name: each.specifier for each in found}
 
 
 @pytest.mark.parametrize(
@@ -26,8 +30,11 @@ def test_every_dependency_is_pinned_exactly_and_every_pin_is_a_dependency(name, 
     lines = (REPOSITORY / name).read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith(("#", "-r requirements.txt"))]
     assert [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==\d+(\.\d+)+", pin)] == []
-    names = [pin.partition("==")[0] for pin in pins]
-    assert sorted(names) == sorted(set().union(*map(names_in, tables)))
+    pinned = dict(pin.split("==") for pin in pins)
+    ranges = {name: each for table in tables for name, each in ranges_in(table).items()}
+    assert sorted(pinned) == sorted(ranges)
+    assert len(pinned) == len(pins)
+    assert all(version in ranges[name] for name, version in pinned.items())
 
 
 NUMPY = version("numpy")
