@@ -136,7 +136,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 class Update(NamedTuple):
     matrix: Tensor  # (rows, cols), the momentum of the whole matrix
     weights: Tensor  # flat view of the weights that this process updates
-    inside: slice  # the position of these weights in the flattened matrix
+    first: int  # the position of these weights in the flattened matrix
 
 
 class Muon(torch.optim.AdamW):
@@ -177,46 +177,46 @@ class Muon(torch.optim.AdamW):
             scale = max(1, rows / cols) ** 0.5
             x = torch.stack([update.matrix.to(self.dtype) for update in batch])
             for update, matrix in zip(batch, orthogonalize(x), strict=True):
-                direction = matrix.flatten()[update.inside]
+                direction = matrix.flatten().narrow(0, update.first, update.weights.numel())
                 update.weights.add_(direction, alpha=-group["lr"] * scale)
 
     def _updates(self, p: Tensor) -> Iterator[Update]:
-        """Yield an Update of each matrix in p. Under ZeRO p is flat."""
-        weights = p.view(-1)
+        """Yield an Update of each matrix that this process updates. Under ZeRO p is flat."""
         if p not in self.layout:
-            yield from _updates_of(p.grad, weights, 0)
+            yield from _updates_of(p.grad, p.view(-1), 0)
             return
         parts = self.layout[p].parts
-        gathered = iter(self._gather([part for part in parts if part.split], p.grad))
-        for part in parts:
-            momentum = next(gathered) if part.split else p.grad[part.in_partition]
+        for part, momentum in zip(parts, self._momenta(parts, p.grad), strict=True):
             if part.numel:  # this process updates some of the parameter's weights
+                weights = p.view(-1)[part.in_partition]
                 whole = momentum.view_as(part.parameter)
-                yield from _updates_of(whole, weights[part.in_partition], part.in_parameter.start)
+                yield from _updates_of(whole, weights, part.in_parameter.start)
 
-    def _gather(self, parts: list[Part], momentum: Tensor) -> Sequence[Tensor]:
-        """Return whole flat momenta of matrices that are split between processes."""
-        if not parts:
-            return []
-        sizes = [part.parameter.numel() for part in parts]
-        whole = momentum.new_zeros(sum(sizes), dtype=self.dtype)
-        matrices = whole.split(sizes)
-        for part, matrix in zip(parts, matrices, strict=True):
-            matrix[part.in_parameter] = momentum[part.in_partition]
-        torch.distributed.all_reduce(whole)  # exact: each element is nonzero on at most one process
-        return matrices
+    def _momenta(self, parts: list[Part], partition: Tensor) -> list[Tensor]:
+        """Return the whole momentum of each parameter, flat; empty if another process has it all.
+        `partition` has this process's elements of the momenta. Every process must call this."""
+        sizes = [part.parameter.numel() if part.split else 0 for part in parts]
+        split = partition.new_zeros(sum(sizes), dtype=self.dtype)
+        momenta = [*split.split(sizes)]
+        for i, part in enumerate(parts):
+            mine = partition[part.in_partition]
+            if part.split:
+                momenta[i][part.in_parameter] = mine
+            else:
+                momenta[i] = mine
+        if len(split):  # on every process or on none
+            torch.distributed.all_reduce(split)  # exact: all but one process add zero to an element
+        return momenta
 
 
 def _updates_of(momentum: Tensor, weights: Tensor, start: int) -> Iterator[Update]:
     """Yield an Update of each matrix that has elements in `weights`. `momentum` is (rows, cols) or
     (experts, rows, cols). `weights` is flat and begins at element `start` of the flat parameter."""
     for index, matrix in enumerate(momentum.view(-1, *momentum.shape[-2:])):
-        first = index * matrix.numel()
-        here = max(first, start)
-        stop = min(first + matrix.numel(), start + weights.numel())
-        if here < stop:
-            inside = slice(here - first, stop - first)
-            yield Update(matrix, weights[here - start : stop - start], inside)
+        begin = index * matrix.numel() - start  # of the matrix in `weights`; negative: before them
+        mine = weights[max(0, begin) : max(0, begin + matrix.numel())]
+        if len(mine):
+            yield Update(matrix, mine, max(0, -begin))
 
 
 def _batches(updates: list[Update]) -> Iterator[list[Update]]:

@@ -43,13 +43,10 @@ class MicroBatch(NamedTuple):
 FIRST_SEGMENTATION_SHARE = 0.1
 
 
-def step_batches(inputs: Inputs, engine: Engine) -> Iterator[Iterable[MicroBatch]]:
-    """Yield the micro-batches of each step after `prepared.start`. Every target of a global
-    batch (batch_size × accumulation_steps × processes) has the same weight in the gradient. Every
-    process must iterate."""
-    args, train_set = inputs.args, inputs.train_set
-    global_batch = args.global_batch(engine.processes)
-    device = engine.accelerator.device
+def sample_order(inputs: Inputs, engine: Engine) -> Iterable[list[int]]:
+    """Return the sample indices of this process's micro-batches after `inputs.start`, endlessly."""
+    args, train_set, done = inputs.args, inputs.train_set, inputs.start.step
+    global_batch = args.global_batch(engine.processes)  # in sequences
     sampler = MicroBatchSampler
     if train_set.lengths is not None:  # conversations: group similar lengths
         sampler = partial(LengthSampler, lengths=train_set.lengths, global_batch=global_batch)
@@ -59,40 +56,41 @@ def step_batches(inputs: Inputs, engine: Engine) -> Iterator[Iterable[MicroBatch
         rank=engine.accelerator.process_index,
         world_size=engine.processes,
         seed=args.seed,
-        start=inputs.start.step * global_batch,  # in sequences
+        start=done * global_batch,
     )
-    if train_set.n_first:  # the last steps read only the first segmentation
-        left = round((1 - FIRST_SEGMENTATION_SHARE) * inputs.total_steps) - inputs.start.step
-        late = replace(order, n_samples=train_set.n_first, start=max(0, -left) * global_batch)
-        order = chain(islice(order, max(0, left) * args.accumulation_steps), late)
+    if not train_set.n_first:
+        return order
+    switch = round((1 - FIRST_SEGMENTATION_SHARE) * inputs.total_steps)  # later steps read `late`
+    late = replace(order, n_samples=train_set.n_first, start=max(0, done - switch) * global_batch)
+    return chain(islice(order, max(0, switch - done) * args.accumulation_steps), late)
+
+
+def read_batches(inputs: Inputs, engine: Engine) -> Iterator[MicroBatch]:
+    """Yield this process's micro-batches after `inputs.start`, endlessly. Their weights are 1."""
+    device = engine.accelerator.device
     on_gpu = device.type == "cuda"
-    collate = getattr(train_set, "collate", None)
+    collate = getattr(inputs.train_set, "collate", None)
     loader = DataLoader(
-        train_set,
-        batch_sampler=order,
-        num_workers=args.num_workers,
+        inputs.train_set,
+        batch_sampler=sample_order(inputs, engine),
+        num_workers=inputs.args.num_workers,
         collate_fn=collate and partial(collate, on_gpu=on_gpu),
         pin_memory=on_gpu,
         generator=torch.Generator(),  # by default it would share dropout's generator
     )
-    source = iter(loader)
-
-    def read() -> MicroBatch:
-        tokens, targets = next(source)
-        n_targets = targets.numel()
-        if not train_set.every_target_counts:
-            n_targets = int((targets != IGNORE_INDEX).sum())
+    for tokens, targets in loader:
+        n_targets = int((targets != IGNORE_INDEX).sum())
         tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
-        return MicroBatch(tokens, targets, n_targets)
+        yield MicroBatch(tokens, targets, n_targets)
 
-    while True:
-        batches = (read() for _ in range(args.accumulation_steps))
-        if not train_set.every_target_counts:
-            batches = list(batches)  # a weight needs the number of targets of the whole step
-            n_targets = engine.total(sum(batch.n_targets for batch in batches))
-            mean = max(1, n_targets) / (args.accumulation_steps * engine.processes)
-            batches = [batch._replace(weight=batch.n_targets / mean) for batch in batches]
-        yield batches
+
+def weighted(batches: Iterator[MicroBatch], n: int, engine: Engine) -> Iterator[MicroBatch]:
+    """Give every target of a step the same weight in the gradient. A step has `n` micro-batches of
+    each process. Every process must iterate."""
+    while of_step := list(islice(batches, n)):
+        n_targets = engine.total(sum(batch.n_targets for batch in of_step))
+        mean = max(1, n_targets) / (n * engine.processes)
+        yield from (batch._replace(weight=batch.n_targets / mean) for batch in of_step)
 
 
 class Run:
@@ -118,7 +116,9 @@ class Run:
         self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
         self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
-        self._batches = step_batches(inputs, engine)
+        self._batches = read_batches(inputs, engine)
+        if not train_set.every_target_counts:  # else the weights stay 1
+            self._batches = weighted(self._batches, args.accumulation_steps, engine)
         self.log = TrainingLog(inputs, self.accelerator, name)
         if start.checkpoint:
             load_checkpoint(start.checkpoint, engine, self.state, self.log.meter)
@@ -147,7 +147,7 @@ class Run:
         self.profiler.phase("data")
         coalesces = self.engine.coalesces
         with self.model.coalesce_grad_reduction() if coalesces else nullcontext():
-            for batch in next(self._batches):
+            for batch in islice(self._batches, self.args.accumulation_steps):
                 yield batch
                 self.profiler.phase("data")
             self.profiler.phase("optimizer")  # includes the reduction at the end of this context
