@@ -381,7 +381,7 @@ def test_a_text_that_is_too_small_for_the_time_is_reported(packed, monkeypatch, 
 
 
 def test_the_dial_and_the_run_count_the_same_flops_with_a_teacher(packed, monkeypatch):
-    """Otherwise the dial might measure uncompiled steps of a run that compiles."""
+    """Otherwise the time that a plan expects would be wrong."""
     made = budget_of(["--data", str(packed)], monkeypatch)
     alone = made.inputs.flops_per_token
     teacher = SimpleNamespace(shapes=made.inputs.shapes)
