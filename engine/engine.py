@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,7 @@ BESIDE_NO_FILE = {
     *("offload_param_nvme_path", "zero3_save_16bit_model"),
 }
 OTHER_ENGINES = ("FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")  # of `accelerate launch`
+TIMEOUT = timedelta(hours=1)  # of an exchange: rank 0 may be verifying a checkpoint
 FIRST_WAIT = 60  # seconds after which a line says that other processes are missing
 # DeepSpeed and Accelerate call deprecated functions of PyTorch. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -104,67 +106,62 @@ def build_engines(models: Sequence[Settings]) -> list[Engine]:
     set_launch_variables(*models)
     set_gloo_interface()
     require_usable_gpu()
+    args, has_gpu = models[0], torch.cuda.is_available()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    has_gpu = torch.cuda.is_available()
-    args = models[0]
     check_precision(args, has_gpu)
     _check_launch(args, deepspeed)
-    if has_gpu:
-        torch.backends.cuda.matmul.allow_tf32 = args.tf32
-    else:
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    if not has_gpu:
         keep_freed_memory()
-    # The timeout is an hour: the other ranks wait while rank 0 verifies a checkpoint.
-    process_group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
-    plugins = {}
-    if deepspeed:
-        plugins = {str(i): deepspeed_plugin(args) for i, args in enumerate(models)}
-        if len(models) > 1:  # ZeRO-3 would replace PyTorch's linear function for all models
-            for plugin in plugins.values():
-                zero = plugin.deepspeed_config["zero_optimization"]
-                if zero["stage"] == 3:
-                    zero["memory_efficient_linear"] = False
-        # The launcher may have set "auto", but Accelerate expects a number.
-        os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+    plugins = None
+    if deepspeed:  # the keys are those of Accelerate's state
+        plugins = {str(i): deepspeed_plugin(each, len(models)) for i, each in enumerate(models)}
         if not has_gpu:
-            process_group.backend = "gloo"  # without gloo each process is alone: rank 0 of 1
             skip_compiled_communication()
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # avoids a copy of gradients
     with announced_wait():
-        try:
-            accelerators = [
-                Accelerator(
-                    deepspeed_plugin=plugin,  # the first Accelerator gets the plugins of all models
-                    mixed_precision=args.mixed_precision,
-                    gradient_accumulation_steps=args.accumulation_steps,
-                    kwargs_handlers=[process_group, ddp],
-                    cpu=not has_gpu and not deepspeed,
-                    step_scheduler_with_optimizer=False,  # the loop sets the learning rate
-                )
-                for plugin in [plugins or None] + [None] * (len(models) - 1)
-            ]
-        except torch.distributed.DistError as error:
-            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            reason = str(error).splitlines()[0]
-            raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
-        seen = accelerators[0].num_processes
-        if seen != world_size:
-            raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
+        accelerators = _accelerators(models, plugins)
         use_all_cores()
         group = None
-        if world_size > 1:
-            group = torch.distributed.new_group(backend="gloo", timeout=process_group.timeout)
+        if accelerators[0].num_processes > 1:
+            group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
             KEPT.append(group)
             accelerators[0].wait_for_everyone()  # the first exchange between GPUs
-    if not deepspeed:
-        name = "DDP" if world_size > 1 else "single process, no engine"
+    if plugins is None:
+        name = "single process, no engine" if group is None else "DDP"
         return [Engine(each, name, None, None, group) for each in accelerators]
     engines = []
     for each, (key, plugin) in zip(accelerators, plugins.items(), strict=True):
         config = plugin.deepspeed_config
-        name = f"DeepSpeed {kind_of(config).name}"
-        engines.append(Engine(each, name, config, key, group))
+        engines.append(Engine(each, f"DeepSpeed {kind_of(config).name}", config, key, group))
     return engines
+
+
+def _accelerators(models: Sequence[Settings], plugins: dict | None) -> list[Accelerator]:
+    """Return an Accelerator for each model; the first waits for the other processes. Raises
+    UsageError if they cannot meet. `plugins` is None without DeepSpeed."""
+    args, on_cpu = models[0], not torch.cuda.is_available()
+    process_group = InitProcessGroupKwargs(timeout=TIMEOUT)
+    if plugins and on_cpu:
+        process_group.backend = "gloo"  # without gloo each process is alone: rank 0 of 1
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # avoids a copy of gradients
+    create = partial(
+        Accelerator,
+        mixed_precision=args.mixed_precision,
+        gradient_accumulation_steps=args.accumulation_steps,
+        kwargs_handlers=[process_group, ddp],
+        cpu=on_cpu and not plugins,
+        step_scheduler_with_optimizer=False,  # the loop sets the learning rate
+    )
+    try:
+        first = create(deepspeed_plugin=plugins)  # the others find the plugins in its state
+    except torch.distributed.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
+    world_size, seen = int(os.environ.get("WORLD_SIZE", 1)), first.num_processes
+    if seen != world_size:
+        raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
+    return [first, *(create() for _ in models[1:])]
 
 
 @contextmanager
@@ -254,7 +251,7 @@ def _check_flag(name: str, value, source: str) -> None:
         raise UsageError(f"the launcher says --{flag} {launched}, but {source} gives {value}")
 
 
-def deepspeed_plugin(args: Settings) -> DeepSpeedPlugin:
+def deepspeed_plugin(args: Settings, n_models: int = 1) -> DeepSpeedPlugin:
     """Return Accelerate's plugin for the DeepSpeed file in use, or else for the launcher's flags.
     Training flags replace "auto". Raises UsageError if settings are invalid or contradictory."""
     file = file_of(args)
@@ -267,12 +264,15 @@ def deepspeed_plugin(args: Settings) -> DeepSpeedPlugin:
         config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
         # Accelerate would compare these keys of the launcher's YAML with a file that it names.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+        os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # "auto" is not a number
         kind = kind_of(config)
         clip = config["gradient_clipping"]
         _check_flag("GRADIENT_CLIPPING", clip, "--grad_clip")
         _check_flag("DEEPSPEED_ZERO_STAGE", kind.stage, source)
         _check_flag("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", kind.optimizer_on, source)
         _check_flag("DEEPSPEED_OFFLOAD_PARAM_DEVICE", kind.parameters_on, source)
+        if kind.stage == 3 and n_models > 1:  # else ZeRO-3 replaces the linear function of all
+            config["zero_optimization"]["memory_efficient_linear"] = False
         steps = args.accumulation_steps
         return DeepSpeedPlugin(config, gradient_accumulation_steps=steps, gradient_clipping=clip)
     except UsageError:
