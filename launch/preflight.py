@@ -34,9 +34,9 @@ from launch.time_budget import TimeBudget, fitting_shapes
 from model import ConfigError, LMConfig
 from storage.folder import read_settings
 from training.arguments import TrainingArguments, as_arguments, as_words, build_parser, flags_of
-from training.inputs import Inputs, prepare
+from training.inputs import Inputs, find_inputs
 from training.log import require_trackers
-from training.starting_point import find_starting_point
+from training.starting_point import find_folder
 
 # Exceptions of Accelerate for a file that it cannot use.
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
@@ -90,7 +90,7 @@ def check_launch(
     os.environ["WORLD_SIZE"] = str(processes)
     has_deepspeed = has_deepspeed or bool(args.deepspeed)
     config = deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
-    inputs = prepare(args, model_settings, None, processes)
+    inputs = find_inputs(args, model_settings, None, processes)
     if inputs.source and not inputs.start.checkpoint:
         inputs.source.load()
     return inputs, config
@@ -100,12 +100,12 @@ def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[st
     """Return the flags that a resumed run takes over from its settings.json; {} for a new run."""
     if "resume" not in flags:
         return {}
-    with redirect_stdout(io.StringIO()):  # `prepare` prints the same messages
-        start = find_starting_point(as_arguments(dict(flags), kind)[0])
-    if not start.checkpoint:
+    with redirect_stdout(io.StringIO()):  # `find_inputs` prints the same messages
+        folder, checkpoints = find_folder(as_arguments(dict(flags), kind)[0])
+    if not checkpoints:
         return {}
     known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
-    settings = read_settings(start.folder.settings)
+    settings = read_settings(folder.settings)
     saved = settings.get("model", {}) | settings.get("arguments", {})
     of_launch = {"resume", "run_name", "out_dir", "init_from", "teacher", "data", "deepspeed"}
     of_launch |= {"time_limit"}

@@ -1,4 +1,4 @@
-"""`prepare` finds the shape, data and weights of a run by flags like --init_from and --teacher."""
+"""`find_inputs` finds shape, data and weights of a run by flags like --init_from and --teacher."""
 
 import json
 import math
@@ -17,15 +17,14 @@ from small_model import save_model
 from test_conversation_set import conversation, make_set
 
 from common.errors import ReportedError, UsageError
-from data.prepare import PackingOptions
-from data.prepare import prepare as prepare_data
+from data.prepare import PackingOptions, prepare
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
 from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
 from storage.folder import RunFolder
 from training.arguments import DistillationArguments, SFTArguments, parse_arguments
-from training.inputs import Inputs, prepare
+from training.inputs import Inputs, find_inputs
 
 # No value here is LMConfig's default.
 CONFIG = LMConfig(
@@ -60,7 +59,7 @@ def set_vocab_size(weights: Path, vocab_size: int) -> None:
 def inputs(typed: str, packed: Path, weights: Path | None = None) -> Inputs:
     words = [*typed.split(), "--data", str(packed), "--out_dir", str(packed / "runs")]
     words += ["--init_from", str(weights)] if weights else []
-    return prepare(*parse_arguments(words), None)
+    return find_inputs(*parse_arguments(words), None)
 
 
 def config(typed: str, weights: Path, packed: Path) -> LMConfig:
@@ -142,7 +141,7 @@ def test_init_from_takes_a_checkpoint_or_a_run_folder_too(packed, tmp_path):
 
 def test_an_epoch_is_one_pass_over_a_text_in_several_segmentations(corpus, tmp_path):
     data, options = tmp_path / "data", PackingOptions(400, 0.1, 1, False, segmentations=3)
-    prepare_data([str(corpus)], data, options, progress=lambda n_bytes: None)
+    prepare([str(corpus)], data, options, progress=lambda n_bytes: None)
     typed = "--epochs 2 --max_seq_len 24 --run_name a"
     found = inputs(typed, data)
     stored, passed = len(found.train_set), math.ceil(len(found.train_set) / 3)
@@ -167,7 +166,7 @@ def test_a_validation_split_without_a_fitting_row_gives_no_validation_set(tmp_pa
     description = json.loads((folder / "dataset.json").read_text())
     args = SFTArguments(data=str(folder), init_from=None, out_dir=str(tmp_path / "runs"))
     (folder / "dataset.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
-    found = prepare(args, {"max_seq_len": 8}, None)
+    found = find_inputs(args, {"max_seq_len": 8}, None)
     assert (len(found.train_set), found.val_set, found.total_steps) == (1, None, 1)
 
 
@@ -188,13 +187,13 @@ def runs(packed, tmp_path) -> Path:
 
 def student(runs: Path, *typed: str) -> Inputs:
     words = ["--out_dir", str(runs), *typed]
-    return prepare(*parse_arguments(words, DistillationArguments), None)
+    return find_inputs(*parse_arguments(words, DistillationArguments), None)
 
 
 def test_auto_looks_where_runs_are_written(runs, packed):
     assert student(runs, "--data", str(packed)).teacher.source.path == runs / "newer" / "weights"
     args, settings = parse_arguments(["--data", str(packed), "--out_dir", str(runs)])
-    found = prepare(replace(args, init_from="auto"), settings, None)
+    found = find_inputs(replace(args, init_from="auto"), settings, None)
     assert found.source.path == runs / "newer" / "weights"
     with pytest.raises(UsageError, match=f"no run of train_pretrain.* in {runs / 'none'} yet"):
         student(runs / "none")
@@ -216,7 +215,7 @@ def test_conversations_prepared_by_other_flags_are_used(weights, tmp_path, monke
     Path("chat.jsonl").write_text("\n".join([*rows, "{"]), encoding="utf-8")
     words = ["--conversations", "chat.jsonl", "--init_from", str(weights)]
     with pytest.raises(ReportedError):
-        prepare(*parse_arguments(words, SFTArguments), None)
+        find_inputs(*parse_arguments(words, SFTArguments), None)
     said = capfd.readouterr()
     assert "line 41: not JSON" in said.err
     (command,) = [x for x in said.err.splitlines() if x.startswith("try: python -m")]
@@ -224,4 +223,4 @@ def test_conversations_prepared_by_other_flags_are_used(weights, tmp_path, monke
     search = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "scripts.prepare_data", *typed]
     subprocess.run(command, env=search, check=True)
-    assert len(prepare(*parse_arguments(words, SFTArguments), None).train_set) > 20
+    assert len(find_inputs(*parse_arguments(words, SFTArguments), None).train_set) > 20

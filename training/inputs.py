@@ -1,6 +1,6 @@
 """Find and check the weights, teacher, data and checkpoint of a run, before its model is built.
 
-launch/preflight.py also calls `prepare`, in a single process, to check a launch.
+launch/preflight.py also calls `find_inputs`, in a single process, to check a launch.
 """
 
 import os
@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,27 +81,19 @@ class Inputs:
         )
 
 
-def prepare(
+def find_inputs(
     args: TrainingArguments, model_settings: dict, engine: Engine | None, processes: int = 1
 ) -> Inputs:
     """Find and check everything that a run needs. Every process must call it. Before a launch
     `engine` is None and `processes` is given. Raises UsageError or ConfigError if a check fails."""
     processes = engine.processes if engine else processes
+    choose = partial(choose_sources, args, model_settings, claims=engine is not None)
+    start, source, teacher, settings, data = on_main_process(engine, choose)
+    filled = replace(args, data=args.data or data)  # machines may have different paths
+    if teacher:
+        filled = replace(filled, teacher=str(teacher.source.path))
 
-    def decide() -> tuple:  # runs on the main process, for all processes
-        start = find_starting_point(args, claims=engine is not None)
-        own = with_own_weights(args, start)
-        out = Path(args.out_dir)
-        source = own.init_from and WeightsFolder.find(name_of(own.init_from, out, PRETRAINING))
-        settings = source_settings(source, model_settings)
-        teacher = None
-        if own.teacher:
-            name = name_of(own.teacher, out, PRETRAINING)
-            teacher = TeacherWeights.find(replace(own, teacher=name))
-            settings = {"max_seq_len": teacher.training_length} | settings
-        return start, source, teacher, settings, prepared_data(args, source, teacher)
-
-    def open_data() -> tuple:  # runs on every process
+    def open_data() -> tuple:
         seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
         train_set = filled.dataset(filled.data, "train", seq_len)
         try:
@@ -114,10 +107,6 @@ def prepare(
         config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
         return train_set, val_set, shapes_of(config, filled), teacher and teacher.source.sha256()
 
-    start, source, teacher, settings, data = on_main_process(engine, decide)
-    filled = replace(args, data=args.data or data)  # machines may have different paths
-    if teacher:
-        filled = replace(filled, teacher=str(teacher.source.path))
     train_set, val_set, shapes, sha256 = on_every_process(engine, open_data)
     identity = run_identity(train_set, filled, processes, sha256)
     is_older = start.checkpoint and "samples_per_epoch" not in start.state["identity"]
@@ -142,6 +131,21 @@ def prepare(
         identity=identity,
         total_steps=filled.total_steps(per_epoch, processes),
     )
+
+
+def choose_sources(args: TrainingArguments, model_settings: dict, claims: bool) -> tuple:
+    """Return a run's starting point, initial weights, teacher, model settings and data folder."""
+    start = find_starting_point(args, claims)
+    own = with_own_weights(args, start)
+    out = Path(args.out_dir)
+    source = own.init_from and WeightsFolder.find(name_of(own.init_from, out, PRETRAINING))
+    settings = source_settings(source, model_settings)
+    teacher = None
+    if own.teacher:
+        name = name_of(own.teacher, out, PRETRAINING)
+        teacher = TeacherWeights.find(replace(own, teacher=name))
+        settings = {"max_seq_len": teacher.training_length} | settings
+    return start, source, teacher, settings, prepared_data(args, source, teacher)
 
 
 def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
@@ -177,9 +181,8 @@ def prepared_data(
     flags += ["--out", folder, "--reuse"]  # --reuse accepts data with other settings
     command = [sys.executable, "-m", "scripts.prepare_data", *flags]
     search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    if subprocess.run(
-        command, stdout=2, env=os.environ | {"PYTHONPATH": search}
-    ).returncode:  # to stderr: preflight's stdout is for flags
+    environ = os.environ | {"PYTHONPATH": search}
+    if subprocess.run(command, stdout=2, env=environ).returncode:  # stdout is for preflight's flags
         print(f"try: python -m scripts.prepare_data {shlex.join(flags)}", file=sys.stderr)
         raise ReportedError(f"{folder}: the data could not be prepared")
     return folder

@@ -23,7 +23,7 @@ from storage.folder import claim, release_locks
 from training.arguments import TrainingArguments, as_arguments, build_parser
 from training.build import random_state
 from training.failures import one_line_failures
-from training.inputs import Inputs, prepare
+from training.inputs import Inputs, find_inputs
 from training.interruption import LIVES_ON, SIGNALS, StopRequest
 from training.log import require_trackers
 from training.run import Run
@@ -102,7 +102,7 @@ def set_up_together(
         pairs = zip(models, paths, strict=True)
         models = [(replace(args, resume=path), settings) for (args, settings), path in pairs]
     pairs = zip(models, engines, strict=True)
-    inputs = [prepare(args, settings, engine) for (args, settings), engine in pairs]
+    inputs = [find_inputs(args, settings, engine) for (args, settings), engine in pairs]
     batches = {(x.config.max_seq_len, x.args.global_batch(1), x.total_steps) for x in inputs}
     if len(batches) > 1:
         raise UsageError(f"models differ in (max_seq_len, sequences per process, steps): {batches}")
