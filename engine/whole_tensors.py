@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from engine.engine import Engine
 from engine.partition import gathered, partitions, shape_of
-from formats.portable import build_model, load_weights, require_fit
+from formats.portable import from_weights, load_weights, require_fit
 from model import Transformer
 from model.config import ConfigError
 from model.lora import merged_weights
@@ -71,7 +71,7 @@ class TrainingState:
             return None
         weights = merged_weights(weights, self.model.lora)
         with torch.random.fork_rng(devices=[]):  # keep the run's random state
-            return build_model(self.model.config, weights, "the model in training")
+            return from_weights(self.model.config, weights, "the model in training")
 
     def scalars(self) -> dict:
         """Return AdamW's step (0 if Muon updates everything) and the state of fp16's loss scale."""

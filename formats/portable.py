@@ -93,10 +93,10 @@ def build_config(values: dict, source: Path) -> LMConfig:
 
 def load_portable(folder: Path) -> Transformer:
     """Load the model of a folder. Raises WeightsError if a file is missing or damaged."""
-    return build_model(load_config(folder), load_tensors(folder / WEIGHTS_FILE), str(folder))
+    return from_weights(load_config(folder), load_tensors(folder / WEIGHTS_FILE), str(folder))
 
 
-def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
+def from_weights(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
     """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
     require_fit(without_memory(config), weights, source)  # a damaged config could fill memory
     model = Transformer(config)

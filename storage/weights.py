@@ -113,7 +113,7 @@ class WeightsFolder:
 
     def load(self) -> Transformer:
         """Return the model in evaluation mode, on the CPU and in fp32."""
-        return portable.build_model(self.config(), self.tensors(), str(self.path))
+        return portable.from_weights(self.config(), self.tensors(), str(self.path))
 
 
 def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
