@@ -84,7 +84,7 @@ def read_batches(inputs: Inputs, engine: Engine) -> Iterator[MicroBatch]:
         yield MicroBatch(tokens, targets, n_targets)
 
 
-def weighted(batches: Iterator[MicroBatch], n: int, engine: Engine) -> Iterator[MicroBatch]:
+def with_weights(batches: Iterator[MicroBatch], n: int, engine: Engine) -> Iterator[MicroBatch]:
     """Give every target of a step the same weight in the gradient. A step has `n` micro-batches of
     each process. Every process must iterate."""
     while of_step := list(islice(batches, n)):
@@ -118,7 +118,7 @@ class Run:
         self.samples_per_step = args.global_batch(engine.processes)
         self._batches = read_batches(inputs, engine)
         if not train_set.every_target_counts:  # else the weights stay 1
-            self._batches = weighted(self._batches, args.accumulation_steps, engine)
+            self._batches = with_weights(self._batches, args.accumulation_steps, engine)
         self.log = TrainingLog(inputs, self.accelerator, name)
         if start.checkpoint:
             load_checkpoint(start.checkpoint, engine, self.state, self.log.meter)
@@ -180,8 +180,7 @@ class Run:
         # The mean over zero targets is NaN; its gradient must be zero.
         weighted = trained * batch.weight if batch.n_targets else trained.nan_to_num() * 0
         # Accelerate's backward would call DeepSpeed's `step` too early, before the reduction.
-        backward = (self.model if self.engine.coalesces else self.accelerator).backward
-        backward(weighted)
+        (self.model if self.engine.coalesces else self.accelerator).backward(weighted)
         if batch.n_targets:
             share = batch.n_targets / (self.args.batch_size * self.inputs.train_set.seq_len)
             self.log.meter.add(share, loss=loss.detach(), **parts)
