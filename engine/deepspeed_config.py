@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common.errors import UsageError, reason
 from engine.settings import Settings
@@ -63,6 +64,16 @@ ONLY_STAGE_3 = (
     "leaf_module memory_efficient_linear offload_param override_module_apply "
     "zero_hpz_partition_size"
 )
+# DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → --lr_schedule.
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# Parameters of schedules that become flags, or have no effect here.
+FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio", "warmup_type")
+# Parameters of schedules → the values that change nothing: the warm-up begins at 0.
+NEUTRAL = {
+    "warmup_min_lr": (0, "auto"),
+    "warmup_min_ratio": (0, "auto"),
+    "last_batch_iteration": (-1,),
+}
 
 
 def read_config(path: str) -> dict:
@@ -246,6 +257,36 @@ def _fill_by_flags(config: dict, args: Settings, world_size: int) -> list[str]:
         if key != f"zero_optimization.{BY_WIDTH}":
             problems.append(f'"{key}": "auto" is not replaced by a flag here, write a value')
     return problems
+
+
+def schedule_flags(config: dict, source: str) -> dict[str, Any]:
+    """Return the flags that mean the same as a configuration's "scheduler". DeepSpeed's defaults
+    count for missing parameters. Raises UsageError if there are no such flags."""
+    section = config.get("scheduler")
+    if section is None:
+        return {}
+    kind, params = section.get("type"), section.get("params", {})
+    if kind not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise UsageError(f'{source}: "scheduler" must be one of {known}, not {kind!r}; or drop it')
+    for key, value in params.items():
+        if key not in FOLLOWED and value not in NEUTRAL.get(key, ()):
+            raise UsageError(f'{source}: drop "scheduler.params.{key}": it cannot be followed here')
+    decays = kind == "WarmupDecayLR"
+    flags = {"lr_schedule": SCHEDULES[kind], "warmup_steps": params.get("warmup_num_steps", 1000)}
+    flags["learning_rate"] = params.get("warmup_max_lr", 1e-3 if decays else "auto")
+    if kind != "WarmupLR":
+        flags["max_steps"] = params.get("total_num_steps", "auto")
+        flags["min_lr_ratio"] = 0.0 if decays else params.get("cos_min_ratio", 1e-4)
+    return {name: value for name, value in flags.items() if value not in ("auto", None)}
+
+
+def dtype_of(config: dict) -> dict[str, str]:
+    """Return --dtype if a DeepSpeed configuration switches a precision on, else {}."""
+    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if isinstance(found := config.get(section), dict) and found.get("enabled") is True:
+            return {"dtype": dtype}
+    return {}
 
 
 def offload_device(config: dict | None, what: str) -> str | None:

@@ -36,7 +36,7 @@ from storage.folder import read_settings
 from training.arguments import TrainingArguments, as_arguments, as_words, build_parser, flags_of
 from training.inputs import Inputs, find_inputs
 from training.log import require_trackers
-from training.starting_point import find_starting_point
+from training.resume import find_folder
 
 # Exceptions of Accelerate for a file that it cannot use.
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
@@ -101,11 +101,11 @@ def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[st
     if "resume" not in flags:
         return {}
     with redirect_stdout(io.StringIO()):  # `find_inputs` prints the same messages
-        start = find_starting_point(as_arguments(dict(flags), kind)[0])
-    if not start.checkpoint:
+        folder, checkpoints = find_folder(as_arguments(dict(flags), kind)[0])
+    if not checkpoints:
         return {}
     known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
-    settings = read_settings(start.folder.settings)
+    settings = read_settings(folder.settings)
     saved = settings.get("model", {}) | settings.get("arguments", {})
     of_launch = {"resume", "run_name", "out_dir", "init_from", "teacher", "data", "deepspeed"}
     of_launch |= {"time_limit"}

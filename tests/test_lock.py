@@ -5,14 +5,14 @@ import sys
 from contextlib import suppress
 
 import pytest
-from test_starting_point import locks, make_run, write_empty  # noqa: F401  "locks" is a fixture
+from test_resume_choice import locks, make_run, write_empty  # noqa: F401  "locks" is a fixture
 
 from common.errors import UsageError
 from engine.deepspeed_setup import set_up_deepspeed
 from engine.engine import Engine
 from storage.folder import RunFolder, lock
 from training.arguments import TrainingArguments
-from training.starting_point import find_starting_point
+from training.resume import find_starting_point
 
 HOLD = """
 import os, sys
@@ -70,7 +70,7 @@ def test_a_run_is_locked_before_its_checkpoint_is_chosen(tmp_path, monkeypatch, 
         write_empty(run, 2)
         run.metrics.touch()
 
-    monkeypatch.setattr("training.starting_point.claim", last_save)
+    monkeypatch.setattr("training.resume.claim", last_save)
     args = TrainingArguments(out_dir=str(tmp_path), run_name="run", resume=resume)
     if resume is None:
         with pytest.raises(UsageError, match="holds a run: pass --resume auto"):

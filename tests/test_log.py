@@ -15,7 +15,7 @@ from storage.folder import RunFolder
 from training import log as log_module
 from training.arguments import TrainingArguments
 from training.log import LossMeter, TrainingLog
-from training.starting_point import StartingPoint
+from training.resume import StartingPoint
 
 NAN, INF = float("nan"), float("inf")
 VALIDATION = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 0.9, "samples": 3}

@@ -14,7 +14,7 @@ import torch
 import yaml
 from conftest import REPOSITORY
 from small_model import save_model
-from test_starting_point import make_run
+from test_resume_choice import make_run
 
 from common.errors import TooLittleMemoryError, UsageError
 from data.dataset import PackedDataset
@@ -31,7 +31,7 @@ from training import measurement
 from training.arguments import TrainingArguments, build_parser, parse_arguments
 from training.inputs import shapes_of
 from training.measurement import StepTime
-from training.starting_point import run_identity
+from training.resume import run_identity
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
 CONFIG = LMConfig(dim=32, n_layers=1, n_heads=4, max_seq_len=32, vocab_size=400)

@@ -15,8 +15,8 @@ from model import IGNORE_INDEX, LMConfig
 from storage.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.inputs import Inputs, shapes_of
+from training.resume import StartingPoint
 from training.run import MicroBatch, Run
-from training.starting_point import StartingPoint
 
 ACCUMULATION, BATCH, SEQ_LEN, VOCAB, STEPS = 3, 2, 8, 50, 4
 ALL = [SEQ_LEN] * ACCUMULATION * BATCH

@@ -27,8 +27,8 @@ from train_pretrain_accelerate import main
 from training import set_up, start_block
 from training.arguments import SFTArguments, TrainingArguments
 from training.inputs import Inputs, shapes_of
+from training.resume import StartingPoint
 from training.run import Run
-from training.starting_point import StartingPoint
 
 CONFIG = LMConfig()
 

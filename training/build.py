@@ -76,7 +76,7 @@ def build_model(
     except (ValueError, AssertionError) as error:  # DeepSpeed rejects its configuration
         raise UsageError(f"the engine cannot be started: {error}") from error
     if engine.processes > 1:
-        KEPT.append(model)  # see engine/launch.py
+        KEPT.append(model)  # see engine/engine.py
     if engine.coalesces and engine.kind.fp32_sums:
         optimizer.optimizer.use_grad_accum_attribute = True  # without it, sums are in 16 bits
     if engine.deepspeed is not None:

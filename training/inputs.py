@@ -24,7 +24,7 @@ from model.config import HOW_IT_COMPUTES
 from storage.find import PRETRAINING, data_of, name_of
 from storage.weights import WeightsFolder
 from training.arguments import SFTArguments, TrainingArguments
-from training.starting_point import (
+from training.resume import (
     StartingPoint,
     find_starting_point,
     resumed_arguments,

@@ -26,9 +26,9 @@ from training.failures import one_line_failures
 from training.inputs import Inputs, find_inputs
 from training.interruption import LIVES_ON, SIGNALS, StopRequest
 from training.log import require_trackers
+from training.resume import changes_since_stop, set_aside, write_settings
 from training.run import Run
 from training.start_block import start_block, warnings
-from training.starting_point import changes_since_stop, set_aside, write_settings
 
 
 def run_program(

@@ -42,7 +42,22 @@ class StartingPoint:
 def find_starting_point(args: TrainingArguments, claims: bool = False) -> StartingPoint:
     """Find the run folder and, for --resume, its newest undamaged checkpoint or the named one.
     With `claims`, lock an existing folder first: a run that is ending may save another checkpoint.
-    Raises UsageError if the path has no checkpoint, all are damaged, or another run is there."""
+    Raises UsageError as `find_folder` does, and if all checkpoints are damaged."""
+    run, checkpoints = find_folder(args, claims)
+    newest, problems = newest_undamaged(checkpoints)
+    for path, problem in problems.items():
+        print(f"DAMAGED CHECKPOINT {path}: {problem}")
+    if newest:
+        return StartingPoint(run, newest, read_state(newest))
+    if problems:
+        reason = f"no undamaged checkpoint, {path} is damaged: {problem}"
+        raise UsageError(f"--resume {args.resume}: {reason}")
+    return StartingPoint(run)
+
+
+def find_folder(args: TrainingArguments, claims: bool = False) -> tuple[RunFolder, list[Path]]:
+    """Return the run folder and, for --resume, its checkpoints, which are not read.
+    Raises UsageError if the path has no checkpoint, or another run is there."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     named = None if args.resume in (None, "auto") else Path(args.resume).resolve()
@@ -69,15 +84,7 @@ def find_starting_point(args: TrainingArguments, claims: bool = False) -> Starti
     elif args.resume and not checkpoints:
         searched = out / (args.run_name or "")
         print(f"--resume auto: no checkpoint in {searched}, a new run starts")
-    newest, problems = newest_undamaged(checkpoints)
-    for path, problem in problems.items():
-        print(f"DAMAGED CHECKPOINT {path}: {problem}")
-    if newest:
-        return StartingPoint(run, newest, read_state(newest))
-    if problems:
-        reason = f"no undamaged checkpoint, {path} is damaged: {problem}"
-        raise UsageError(f"--resume {args.resume}: {reason}")
-    return StartingPoint(run)
+    return run, checkpoints
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:

@@ -16,7 +16,7 @@ from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_che
 from storage.folder import RunFolder, lock, read_settings, release_locks
 from training.arguments import DistillationArguments, TrainingArguments
 from training.inputs import shapes_of
-from training.starting_point import (
+from training.resume import (
     StartingPoint,
     changes_since_stop,
     find_starting_point,
