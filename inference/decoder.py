@@ -150,8 +150,7 @@ class Decoder:
         """Read prompts of 1 to max_seq_len token ids. Return their cache and the fp32 logits of
         each prompt's next token, (B, vocab_size)."""
         lengths = [len(prompt) for prompt in prompts]
-        cache = Cache(self.config, lengths, self.dtype, self.device)
-        cache.fixed = self.recorded
+        cache = Cache(self.config, lengths, self.dtype, self.device, fixed=self.recorded)
         rows = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
         return cache, self._logits(torch.tensor(rows, device=self.device), cache)
 
@@ -161,7 +160,7 @@ class Decoder:
         (B, vocab_size), valid until the next step. Raises ValueError if the context is full."""
         cache.advance()
         # The first pass with a cache of this shape is not recorded: it loads what the kernels need.
-        if self.recorded and cache.mask is not None and not cache.replay:
+        if self.recorded and cache.steps > 1 and not cache.replay:
             try:
                 cache.replay = record(partial(self._logits, cache=cache), tokens)
             except RuntimeError as error:

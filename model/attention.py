@@ -1,17 +1,13 @@
 """Causal self-attention: grouped key/value heads, rotary positions. In shapes, D is head_dim."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from model.cache import LayerCache
 from model.config import LMConfig
 from model.cpu_attention import row_block_attention
 from model.rotary import apply_rotary_emb
-
-if TYPE_CHECKING:
-    from model.cache import LayerCache
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
@@ -82,7 +78,7 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.attend = fast_attention if config.use_flash_attn else plain_attention
 
-    def forward(self, x: Tensor, pos_cis: Tensor, cache: "LayerCache | None" = None) -> Tensor:
+    def forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Let every position attend to itself and the past: (B, T, dim) → (B, T, dim).
 
         pos_cis has the rotations of the positions, (T, D/2) or (B, T, D/2). `cache` holds the keys
@@ -91,7 +87,8 @@ class Attention(nn.Module):
         if cache is None:
             out = self.attend(q, k, v, self.dropout if self.training else 0.0)
         else:
-            out = cache.attend(q, k, v)  # (B, T, H, D)
+            cache.store(k, v)
+            out = fused_attention(q, k, v, 0.0) if cache.reads_prompts else cache.attend(q)
         out = self.wo(out.flatten(2))  # (B, T, H · D) → (B, T, dim)
         return F.dropout(out, self.dropout, self.training) if self.dropout else out
 

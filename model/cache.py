@@ -1,116 +1,120 @@
 """Key/value cache: keep the keys and values of past tokens, so that each token is computed once.
 
-In a stored tensor, dimension 0 is the sequence and dimension 2 is the position. Prompts that are
-shorter than the longest are padded on the right; new tokens overwrite the padding.
+The first pass of the model reads the prompts. Each later pass reads one new token per sequence.
+Prompts that are shorter than the longest are padded on the right; new tokens overwrite the padding.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.attention import fused_attention
 from model.config import LMConfig
 
 # A new cache has few positions, a multiple of STRETCH: max_seq_len of them may take gigabytes.
 STRETCH = 64  # a multiple of 16: a GPU would copy a mask of another length
 
 
+@dataclass(eq=False)
 class LayerCache:
-    """The keys and values of one block, each (B, n_kv_heads, allocated positions, head_dim)."""
+    """The cache of one block during one pass."""
 
-    def __init__(self, cache: "Cache", keys: Tensor, values: Tensor):
-        self.cache = weakref.ref(cache)  # a reference cycle would keep a dropped cache in memory
-        self.keys, self.values = keys, values
+    reads_prompts: bool  # True in the first pass, when new tokens have no past in the cache
+    keys: Tensor  # (B, n_kv_heads, allocated positions, head_dim)
+    values: Tensor  # same shape
+    where: tuple  # rows and columns of the new tokens: their sequences and their positions
+    width: int  # positions that a later pass reads, counted from the first
+    mask: Tensor | None  # (B, 1, 1, width), True where the new token attends; None: everywhere
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, (B, T, n_kv_heads, head_dim). Let each position attend to itself and the
-        past. q and the result are (B, T, H, head_dim). T is 1, except while prompts are read."""
-        cache, keys, values = self.cache(), self.keys, self.values
-        if cache.longest == 0:  # the model reads the prompts
-            keys[:, :, : k.shape[1]] = k.transpose(1, 2)
-            values[:, :, : k.shape[1]] = v.transpose(1, 2)
-            return fused_attention(q, k, v, 0.0)
-        if cache.mask is None:  # all sequences have the same length: write one column
-            keys.select(2, cache.longest - 1).copy_(k[:, 0])
-            values.select(2, cache.longest - 1).copy_(v[:, 0])
-        else:
-            keys[cache.rows, :, cache.columns] = k[:, 0]
-            values[cache.rows, :, cache.columns] = v[:, 0]
+    def store(self, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of the new tokens, (B, T, n_kv_heads, head_dim)."""
+        self.keys.transpose(1, 2)[self.where] = k
+        self.values.transpose(1, 2)[self.where] = v
+
+    def attend(self, q: Tensor) -> Tensor:
+        """Let the new token of each sequence attend to itself and the past, in a later pass, after
+        `store`. q and the result are (B, 1, H, head_dim)."""
+        keys, values = (x.narrow(2, 0, self.width) for x in (self.keys, self.values))
         # Group the query heads that share a key/value head: (B, n_kv_heads, group, head_dim).
         grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])
-        width = cache.longest if cache.mask is None else cache.mask.shape[-1]
-        keys, values = keys.narrow(2, 0, width), values.narrow(2, 0, width)
-        out = F.scaled_dot_product_attention(grouped, keys, values, cache.mask)
+        out = F.scaled_dot_product_attention(grouped, keys, values, self.mask)
         return out.reshape(q.shape)  # on a GPU `out` may have other strides than q
 
 
 class Cache:
     """The cache of all blocks. A full cache doubles, up to max_seq_len positions. `lengths` counts
-    each prompt's tokens. The first pass reads the prompts. Call `advance` before later passes."""
+    each prompt's tokens. If `fixed`, later passes have equal shapes, as a CUDA graph needs."""
 
     def __init__(
-        self, config: LMConfig, lengths: list[int], dtype: torch.dtype, device: torch.device
+        self,
+        config: LMConfig,
+        lengths: list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        fixed: bool,
     ):
-        self.device, self.context = device, config.max_seq_len
+        self.device, self.context, self.fixed = device, config.max_seq_len, fixed
         self.allocated = min((max(lengths) // STRETCH + 2) * STRETCH, self.context)  # positions
-        self.fixed = False  # True: passes have equal shapes, so a CUDA graph can hold a pass
         shape = (2, len(lengths), config.n_kv_heads, self.allocated, config.head_dim)
-        self.layers = [
-            LayerCache(self, *torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(config.n_layers)
-        ]
+        blocks = range(config.n_layers)
+        self.stored = [[*torch.zeros(shape, dtype=dtype, device=device)] for _ in blocks]
+        self.reads_prompts = True  # until the first `advance`
         self._set_lengths(lengths)
-        self.longest = 0  # nothing is stored until the prompts are read
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self.longest = max(lengths)  # tokens of the longest sequence
-        self.rows = torch.arange(len(lengths), device=self.device)
-        self.columns = torch.tensor(lengths, device=self.device)  # next position of each sequence
-        self.equal_lengths = min(lengths) == self.longest
-        # (B, 1, 1, positions), True where the new token attends; None if it attends everywhere
-        self.mask: Tensor | None = None
+        self.lengths = lengths  # tokens of each sequence, including those of the next pass
+        self.longest = max(lengths)
+        self.masked = self.fixed or min(lengths) < self.longest  # later passes have a mask
+        self.rows = torch.arange(len(lengths), device=self.device)[:, None]  # (B, 1)
+        # Position of each sequence's last token, (B, 1). Passes without a mask do not update it.
+        self.columns = torch.tensor(lengths, device=self.device)[:, None] - 1
+        self.steps = 0  # later passes with tensors of these shapes
         self.replay: Callable[[Tensor], Tensor] | None = None  # runs the CUDA graph
 
     def advance(self) -> None:
-        """Make room for a token per sequence. Raises ValueError if the context is full."""
+        """Make room for a token per sequence, before each later pass. Raises ValueError if the
+        context is full. A CUDA graph holds the pass, but not this part of a step."""
         if self.longest == self.allocated:
             if self.allocated == self.context:
                 raise ValueError(f"a sequence fills the context of {self.context} tokens")
             self._allocate(min(2 * self.allocated, self.context))
             self._set_lengths(self.lengths)  # drop the CUDA graph: it uses the old addresses
+        self.reads_prompts = False
         self.lengths = [length + 1 for length in self.lengths]
         self.longest += 1
+        self.steps += 1
 
-    def begin(self, pos_cis: Tensor, seq_len: int) -> Tensor:
-        """Return the rotations of the new tokens, (seq_len, head_dim/2) or (B, 1, head_dim/2)."""
-        if self.longest == 0:
-            return pos_cis[:seq_len]
-        if self.equal_lengths and not self.fixed:
-            return pos_cis[self.longest - 1 : self.longest]
-        columns = torch.arange(self.allocated if self.fixed else self.longest, device=self.device)
-        self.mask = (columns <= self.columns[:, None])[:, None, None]
-        return pos_cis[self.columns][:, None]
+    def begin(self, pos_cis: Tensor) -> tuple[Tensor, list[LayerCache]]:
+        """Begin a pass. Return the rotations of the new tokens, (T, head_dim/2) or
+        (B, 1, head_dim/2), and the cache of each block."""
+        width = self.allocated if self.fixed else self.longest
+        rows, mask = slice(None), None  # all sequences use the same columns
+        if self.reads_prompts:
+            columns = slice(self.longest)
+        elif not self.masked:
+            columns = slice(self.longest - 1, self.longest)
+        else:  # each sequence has its own column
+            self.columns += 1  # in place, because a CUDA graph reads this address
+            rows, columns = self.rows, self.columns
+            mask = (torch.arange(width, device=self.device) <= columns)[:, None, None]
+        return pos_cis[columns], [
+            LayerCache(self.reads_prompts, *stored, (rows, columns), width, mask)
+            for stored in self.stored
+        ]
 
-    def end(self, x: Tensor) -> Tensor:
-        """Return x of the last token of each sequence, (B, dim)."""
-        if self.longest == 0:
-            self.longest = max(self.lengths)
-            return x[self.rows, self.columns - 1]
-        if self.mask is not None:
-            self.columns += 1
-        return x[:, 0]
+    def last(self, x: Tensor) -> Tensor:
+        """Return x of the last token of each sequence: (B, T, dim) → (B, dim)."""
+        return (x[self.rows, self.columns] if self.reads_prompts else x)[:, 0]
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """Keep only the sequences with these indices, in this order."""
         index = torch.tensor(rows, device=self.device)  # one copy to a GPU, not two per layer
-        for layer in self.layers:
-            layer.keys, layer.values = layer.keys[index], layer.values[index]
+        for i, stored in enumerate(self.stored):
+            self.stored[i] = [x[index] for x in stored]
         self._set_lengths([self.lengths[row] for row in rows])
 
     @torch.inference_mode()
@@ -118,15 +122,14 @@ class Cache:
         """Append the sequences of another cache as the last rows."""
         for cache in (self, other):
             cache._allocate(max(self.allocated, other.allocated))
-        for mine, new in zip(self.layers, other.layers, strict=True):
-            mine.keys = torch.cat([mine.keys, new.keys])
-            mine.values = torch.cat([mine.values, new.values])
+        for i, new in enumerate(other.stored):
+            self.stored[i] = [torch.cat(pair) for pair in zip(self.stored[i], new, strict=True)]
         self._set_lengths(self.lengths + other.lengths)
 
     def _allocate(self, positions: int) -> None:
         padding = (0, 0, 0, positions - self.allocated)  # after the last position
-        for layer in self.layers:
-            layer.keys, layer.values = F.pad(layer.keys, padding), F.pad(layer.values, padding)
+        for i, stored in enumerate(self.stored):
+            self.stored[i] = [F.pad(x, padding) for x in stored]
         self.allocated = positions
 
 

@@ -147,8 +147,9 @@ class Transformer(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             # Keep the residual stream in 16 bits, as DeepSpeed does, to halve the memory traffic.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        pos_cis = cache.begin(self.pos_cis, seq_len) if cache else self.pos_cis[:seq_len]
-        caches = cache.layers if cache else repeat(None)
+        pos_cis, caches = self.pos_cis[:seq_len], repeat(None)
+        if cache:
+            pos_cis, caches = cache.begin(self.pos_cis)
         routing = []
         for layer, layer_cache in zip(self.layers, caches, strict=False):
             x = layer(x, pos_cis, layer_cache)
@@ -156,7 +157,7 @@ class Transformer(nn.Module):
                 x, probabilities = x
                 routing.append(probabilities)
         if cache:
-            x = cache.end(x)  # (B, dim)
+            x = cache.last(x)  # (B, dim)
         x = self.norm(x)
         if targets is None:
             out = TransformerOutput(self.output(x), None)

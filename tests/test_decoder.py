@@ -101,7 +101,7 @@ def test_steps_without_a_graph_give_the_same_logits_and_one_message(monkeypatch,
 
 def test_the_memory_of_a_dropped_cache_is_free_at_once():
     cache, _ = Decoder(transformer()).read(ids(3))
-    keys = weakref.ref(cache.layers[0].keys)
+    keys = weakref.ref(cache.stored[0][0])
     del cache
     assert keys() is None
 
