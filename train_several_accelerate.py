@@ -11,8 +11,8 @@ same steps.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -68,7 +68,7 @@ class SeveralArguments(TrainingArguments):
 
 def main(argv: list[str] | None = None) -> None:
     """Train with the flags in argv, for example in a notebook; None means the command line."""
-    run_program(SeveralArguments, train, argv, set_up)
+    run_program(SeveralArguments, train, argv, partial(set_up, argv))
 
 
 def train(runs: "Runs") -> None:
@@ -89,9 +89,10 @@ def train(runs: "Runs") -> None:
     runs.finish()  # write weights and reports, or say how to resume runs that were stopped
 
 
-def set_up(args: SeveralArguments, model_settings: dict) -> "Runs | None":
+def set_up(argv: list[str] | None, args: SeveralArguments, model_settings: dict) -> "Runs | None":
     """Return the unfinished runs, or None. Raises UsageError or ConfigError if a run is invalid."""
-    models = read_models(args, model_settings)
+    typed = vars(build_parser(SeveralArguments).parse_args(argv)).keys()
+    models = read_models(args, model_settings, typed)
     folders = [RunFolder(Path(args.out_dir, args.run_name)) for args, _ in models]
     runs = set_up_together(models, partial(resumed_together, folders, args.resume))
     return Runs(runs, folders) if runs else None
@@ -154,13 +155,15 @@ class Runs:
             run.accelerator.end_training()
 
 
-def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[TrainingArguments, dict]]:
-    """Return the training arguments and model settings of each model. Raises UsageError if a file
-    is unreadable or has invalid flags, or if two models have the same name."""
+def read_models(
+    shared: SeveralArguments, settings: dict, names: Collection[str]
+) -> list[tuple[TrainingArguments, dict]]:
+    """Return the training arguments and model settings of each model. `names`: typed flags. Raises
+    UsageError if a file is unreadable or has invalid flags, or if models have the same name or
+    different precisions."""
     models, flags_of_all = [], vars(shared) | settings
     files = flags_of_all.pop("model")
-    defaults = {item.name: item.default for item in fields(shared)}
-    typed = {name: v for name, v in flags_of_all.items() if name in settings or v != defaults[name]}
+    typed = {name: value for name, value in flags_of_all.items() if name in names}
     for file in files:
         try:
             words = as_words(json.loads(Path(file).read_text(encoding="utf-8")))
@@ -169,6 +172,8 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
         except (OSError, ValueError, AttributeError) as error:
             raise UsageError(f"--model {file}: {reason(error)}") from error
     names = [args.run_name for args, _ in models]
+    if len({args.dtype for args, _ in models}) > 1:
+        raise UsageError("all models must have the same --dtype, which DeepSpeed files may decide")
     if len({*names}) < len(names):
         raise UsageError(f"two models have the same run_name: {', '.join(names)}")
     return models

@@ -116,7 +116,11 @@ def matters(key: str, value: object) -> bool:
     """Return True if a key of a conversation or message may hold text or a mask."""
     words, is_number = words_of(key), isinstance(value, int | float)
     if key == "label":
-        return value is False  # in TRL's KTO: the model should not learn this answer
+        return value in (
+            False,
+            "False",
+            "false",
+        )  # in TRL's KTO: the model should not learn this answer
     holds_text = (key in KEYS or words.intersection(TEXT_WORDS)) and not is_number
     return value not in EMPTY and bool(words.intersection(MASK_WORDS) or holds_text)
 
@@ -219,7 +223,7 @@ def _require_read(held: dict, known: tuple[str, ...], where: str) -> None:
     """Raise UsageError for a key of a message that is not in `known`, unless it is empty, a number
     that is no mask, or describes the message."""
     for key, value in held.items():
-        describes = words_of(key).intersection(ABOUT_WORDS) or isinstance(value, int | float)
+        describes = words_of(key).intersection(ABOUT_WORDS) or type(value) in (int, float)
         if key not in known and (matters(key, value) or not (value in EMPTY or describes)):
             raise not_understood(key, where)
 

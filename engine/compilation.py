@@ -12,8 +12,9 @@ from engine.engine import Engine
 from model import Transformer
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
-# Compiling shortens a run of at least this many model FLOPs per process. On two CPU cores it took
-# 10 s and saved 20%, which is 10 s of 50 s at 0.4 TFLOP/s. On an H200 it took 10 s; 200 TFLOP/s.
+# Compiling shortens a run of at least this many model FLOPs per process (run_accelerate.sh measures
+# instead). On two CPU cores it took 10 s and saved 20%, which is 10 s of 50 s at 0.4 TFLOP/s. On an
+# H200 it took 10 s too, at about 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 1e16}
 
 

@@ -74,6 +74,11 @@ NEUTRAL = {
     "warmup_min_ratio": (0, "auto"),
     "last_batch_iteration": (-1,),
 }
+# Names whose values are sections, each after the section in which it is. null means no section.
+SECTIONS = (
+    "aio bf16 bfloat16 fp16 data_types flops_profiler timers optimizer optimizer.params scheduler "
+    "scheduler.params zero_optimization.offload_optimizer zero_optimization.offload_param"
+)
 
 
 def read_config(path: str) -> dict:
@@ -111,6 +116,14 @@ def read_file(path: str) -> dict:
         raise UsageError(f"DeepSpeed file {path}: no readable JSON ({reason(error)})") from error
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         raise UsageError(f'DeepSpeed configuration {path}: needs a "zero_optimization" section')
+    for name in SECTIONS.split():
+        *_, key = name.split(".")
+        parent = _section(config, name)
+        if parent.get(key) is None:
+            parent.pop(key, None)
+        elif not isinstance(parent[key], dict):
+            value = json.dumps(parent[key])
+            raise UsageError(f'{path}: "{name}" must be a section in braces, not {value}')
     return config
 
 
@@ -162,10 +175,6 @@ def resolve(config: dict, args: Settings, world_size: int, source: str) -> dict:
 def refuse_keys(config: dict) -> list[str]:
     """Return a message for every problem of keys or stage; delete the keys of REFUSED."""
     problems = []
-    for name in sorted({prefix.partition(".")[0] for prefix in (*KNOWN, *REFUSED) if prefix}):
-        if not isinstance(config.get(name), dict | None):
-            problems.append(f'"{name}" must be a section in braces, not {json.dumps(config[name])}')
-            config[name] = {}
     for prefix, keys in REFUSED.items():
         section = _section(config, prefix)
         for key in keys.split():
@@ -209,7 +218,7 @@ def _check_stage(config: dict) -> Iterator[str]:
             yield 'parameters on NVMe need "stage3_max_reuse_distance": 0'
         return
     for key in ONLY_STAGE_3.split():
-        if not _is_off(zero.get(key)):
+        if not _is_off(zero.get(key)) and (key, zero[key]) != ("zero_hpz_partition_size", 1):
             yield f'remove "zero_optimization.{key}": it does nothing at stage {stage}, only at 3'
     if offload_device(config, "optimizer") == "nvme":
         yield f'"offload_optimizer" at stage {stage} takes no "nvme": write "cpu", or use stage 3'
@@ -270,11 +279,14 @@ def schedule_flags(config: dict, source: str) -> dict[str, Any]:
         known = ", ".join(SCHEDULES)
         raise UsageError(f'{source}: "scheduler" must be one of {known}, not {kind!r}; or drop it')
     for key, value in params.items():
-        if key not in FOLLOWED and value not in NEUTRAL.get(key, ()):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        follows = key in FOLLOWED and (is_number or value == "auto" or key == "warmup_type")
+        if not follows and value not in NEUTRAL.get(key, ()):
             raise UsageError(f'{source}: drop "scheduler.params.{key}": it cannot be followed here')
     decays = kind == "WarmupDecayLR"
+    rate = _section(config, "optimizer.params.").get("lr", "auto")  # the optimizer's own
     flags = {"lr_schedule": SCHEDULES[kind], "warmup_steps": params.get("warmup_num_steps", 1000)}
-    flags["learning_rate"] = params.get("warmup_max_lr", 1e-3 if decays else "auto")
+    flags["learning_rate"] = params.get("warmup_max_lr", 1e-3 if decays else rate)
     if kind != "WarmupLR":
         flags["max_steps"] = params.get("total_num_steps", "auto")
         flags["min_lr_ratio"] = 0.0 if decays else params.get("cos_min_ratio", 1e-4)

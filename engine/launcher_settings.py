@@ -19,6 +19,7 @@ from engine.deepspeed_config import (
     schedule_flags,
 )
 
+ACCELERATE = ("accelerate", "accelerate.commands.accelerate_cli")  # programs that launch
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}  # Accelerate's names → --dtype
 
 
@@ -111,7 +112,7 @@ def _words_of_parent() -> list[str]:
         return []
     names = [Path(word).name for word in words]
     for n, name in enumerate(names):
-        is_launch = name == "launch" and n and names[n - 1] == "accelerate"
+        is_launch = name == "launch" and n and names[n - 1] in ACCELERATE
         if is_launch or name in ("accelerate-launch", "accelerate.commands.launch"):
             return words[n + 1 :]
     return []

@@ -4,7 +4,8 @@ Bytes per parameter in fp32: 4 for the weight, 4 for the gradient, 8 for AdamW's
 DeepSpeed a weight in 16 bits has 2 bytes, and the optimizer holds a copy in fp32 (4 bytes). ZeRO-1
 divides this copy and the moments among the processes, ZeRO-2 also the sums of gradients, ZeRO-3
 also the weights (Rajbhandari et al., https://arxiv.org/abs/1910.02054). On a CPU the estimate is
-within 15% of measurements (tests/test_memory.py). No GPU was measured: `fits` adds a margin.
+within 15% of measurements (tests/test_memory.py), on an H200 it was up to 7% above them
+(docs/performance.md). For other GPUs `fits` adds a margin.
 """
 
 import math

@@ -118,17 +118,18 @@ def main(words: list[str]) -> list[str]:
     work."""
     request = ShellVariables(os.environ, words)
     parser = build_parser(request.kind)
-    parser.parse_args(words)  # a typing mistake should not cost the time to prepare text
+    # A mistake should not cost the time to prepare text.
+    as_arguments(vars(parser.parse_args(words)), request.kind)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
+    read_launch(request.config)
     begun = time.time()
     words = [*request.data_flags(), *words]
     preparing = time.time() - begun
     if request.get("ENGINE") == "fp16":
         words = ["--dtype", "float16", *words]
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
     require_usable_gpu()
     processes = request.processes(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    read_launch(request.config)
     typed = vars(parser.parse_args(words))
     decided = with_launcher_settings(typed, request.launcher_words(processes))
     words = [*as_words({k: v for k, v in decided.items() if k not in typed}), *words]

@@ -97,7 +97,8 @@ class TimeBudget:
         if teacher and not self.fixed:
             most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)
             models = [model for model in models if model.parameters <= most] or models[:1]
-        return [model for model in models if model.rows] or [replace(models[0], rows=1)]
+        fitting = [model for model in models if model.rows]
+        return fitting or [replace(models[0], rows=self.typed.get("batch_size", 1))]
 
     def candidate(self, settings: dict[str, Any]) -> recipe.Candidate:
         """Return the model of a shape ({}: of `inputs`). Its micro-batch fits the device, or is
@@ -110,9 +111,11 @@ class TimeBudget:
         length = config.max_seq_len if data.lengths is None else data.tokens_per_sample
         tokens = GPU_TOKENS if self.device.type == "cuda" else recipe.BATCH / self.processes
         rows = CHAT_BATCH if self.talks else max(1, round(tokens / length))
-        rows = min(rows, self.times.largest_rows(shapes, self.processes))
-        if self.request.machines > 1:  # free memory may differ a little between machines
-            rows = rows and 1 << (rows.bit_length() - 1)
+        fitting = self.times.largest_rows(shapes, self.processes)
+        rows = self.typed.get("batch_size", min(rows, fitting))
+        rows = rows if rows <= fitting else 0
+        if self.request.machines > 1 and "batch_size" not in self.typed:
+            rows = rows and 1 << (rows.bit_length() - 1)  # free memory may differ a little
         rows_alone = self.times.largest_rows(shapes, 1) if self.processes > 1 else rows
         settings = settings or {"n_layers": config.n_layers, "dim": config.dim}
         flops, parameters = shapes.flops_per_token(length), shapes.num_parameters(active=True)
@@ -124,8 +127,8 @@ class TimeBudget:
             parameters=parameters,
             flops=flops,
             length=length,
-            rows=self.typed.get("batch_size", rows),
-            rows_alone=self.typed.get("batch_size", rows_alone),
+            rows=rows,
+            rows_alone=rows_alone,
             student=bool(teacher),
         )
 
@@ -170,12 +173,16 @@ class TimeBudget:
         cannot be measured."""
         plan = recipe.choose(task, models, partial(self.seconds, compiled=False), first)
         seconds = plan.step_seconds / plan.accumulation
-        wanted = self.inputs.args.compile
-        if wanted != "off" and self.kind.stage != 3 and obstacle(self.device) is None:
-            taken = plan.steps * plan.step_seconds
+        wanted, taken = self.inputs.args.compile, plan.steps * plan.step_seconds
+        pays = COMPILING_SAVES * taken > self.times.compiling(plan.model)
+        if wanted != "off" and self.kind.stage != 3:
             self.compiles = wanted == "on"
-            if self.compiles or COMPILING_SAVES * taken > self.times.compiling(plan.model):
-                compiled = self.seconds(plan.model, compiled=True)  # the run reuses this code
+            if (self.compiles or pays) and obstacle(self.device) is None:
+                try:
+                    compiled = self.seconds(plan.model, compiled=True)  # the run reuses this code
+                except UsageError as error:
+                    print(f"compiled steps cannot be measured: {error}")
+                    compiled = seconds
                 self.compiles |= taken * (1 - compiled / seconds) > CACHED_SECONDS
                 seconds = compiled if self.compiles else seconds
         return recipe.plan_for(replace(task, seconds=self.left()), plan.model, seconds)
@@ -197,6 +204,7 @@ class TimeBudget:
         speed = plan.tokens / plan.steps / plan.step_seconds
         text = f"{plan.model.name}: {plan.steps:,} steps at {speed:,.0f} tokens/s "
         text += f"{how}, {plan.passes:.2g} passes over the data"
+        text += "; compiling would not pay" if self.compiles is False else ""
         if self.knows_steps:
             return text
         text = f"{self.minutes:g} min for {text}"

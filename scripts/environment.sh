@@ -4,8 +4,10 @@
 
 fail() { echo "error: $1" >&2; exit 2; }
 requirements=$1
+supported='import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))'
 if [ -n "${PYTHON:-}" ]; then
   python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON: no such program"
+  "$python" -c "$supported" || fail "PYTHON=$PYTHON: Python 3.10 to 3.13 is needed"
   "$python" scripts/check_pins.py --any_version "$requirements" || exit 2
 else
   for python in python python3 .venv/bin/python ""; do
@@ -17,7 +19,7 @@ if [ -z "$python" ]; then
     fail "several machines would install into .venv at the same time; run this once: python3 -m venv .venv && .venv/bin/python -m pip install -r $requirements"
   for base in python3 python3.13 python3.12 python3.11 python3.10 ""; do
     [ -n "$base" ] || break
-    "$base" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && break
+    "$base" -c "$supported" 2>/dev/null && break
   done
   [ -n "$base" ] || fail "Python 3.10 to 3.13 is needed; set PYTHON=/path/to/python, which then needs the packages of $requirements"
   # PyPI's PyTorch is built for CUDA 13.0: it needs driver 580 or newer, and a GPU of Turing or newer (not V100).

@@ -117,6 +117,7 @@ def test_auto_sizes_become_deepspeeds_defaults_or_depend_on_the_model(config, ac
         ("zero_optimization.offload_param", {"device": "cpu"}, "at stage 2, only at 3"),
         ("zero_optimization.stage3_prefetch_buckets", 1, "DeepSpeed rejects the file: "),
         ("zero_optimization.leaf_module", {"classes": ["Experts"]}, "leaf_module"),
+        ("zero_optimization.zero_hpz_partition_size", 2, "zero_hpz_partition_size"),
         ("zero_optimization.offload_optimizer", {"device": "nvme"}, 'write "cpu"'),
         ("zero_optimization.offload_optimizer", {"device": "cpu", "ratio": 0.5}, '"ratio"'),
         ("bf16.check_grad_overflow", False, "NaN"),
@@ -259,6 +260,28 @@ OLD = """{
 }"""
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("aio", True), ("optimizer", "AdamW"), ("optimizer.params", [])),
+        *(
+            ("zero_optimization.offload_optimizer", "cpu"),
+            ("zero_optimization.offload_param", True),
+        ),
+    ],
+)
+def test_a_value_in_the_place_of_a_section_is_refused_and_null_is_no_section(
+    config, tmp_path, name, value
+):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(put(config, name, value)))
+    with pytest.raises(UsageError, match=f'"{name}" must be a section in braces') as error:
+        read_config(str(path))
+    assert "\n" not in str(error.value)
+    path.write_text(json.dumps(put(config, name, None)))
+    resolved(read_config(str(path)))
+
+
 def test_files_are_read_as_deepspeed_reads_them_and_old_names_are_understood(tmp_path):
     path = tmp_path / "old.json"
     path.write_text(OLD)
@@ -269,5 +292,5 @@ def test_files_are_read_as_deepspeed_reads_them_and_old_names_are_understood(tmp
     assert found["zero_optimization"] == {"stage": 3, gathers: True}
     for value in ("false", '{"enabled": false}'):  # neither is dropped
         path.write_text(OLD.replace('{"enabled": "auto"}', value))
-        with pytest.raises(UsageError, match="bf16"):
+        with pytest.raises(UsageError, match=r"bf16|bfloat16"):
             resolved(read_config(str(path)))

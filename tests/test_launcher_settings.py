@@ -60,6 +60,11 @@ AUTO = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "au
             scheduler("WarmupCosineLR", total_num_steps="auto", cos_min_ratio=0.2),
             {"lr_schedule": "cosine", "min_lr_ratio": 0.2, "warmup_steps": 1000},
         ),
+        (
+            scheduler("WarmupCosineLR") | {"optimizer": {"params": {"lr": 2e-4}}},
+            {"lr_schedule": "cosine", "min_lr_ratio": 1e-4, "warmup_steps": 1000}
+            | {"learning_rate": 2e-4},
+        ),
         ({"bf16": {"enabled": True}}, {"dtype": "bfloat16"}),
         ({"bfloat16": {"enabled": True}}, {"dtype": "bfloat16"}),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, {"dtype": "float16"}),
@@ -86,6 +91,10 @@ def test_a_deepspeed_file_decides_flags_that_are_not_typed(environ, file, sectio
         (scheduler("OneCycle"), {}, "must be one of WarmupLR, WarmupDecayLR, WarmupCosineLR"),
         (scheduler("WarmupLR", warmup_min_lr=1e-6), {}, '"scheduler.params.warmup_min_lr"'),
         (scheduler("WarmupLR", warmup_steps=5), {}, '"scheduler.params.warmup_steps"'),
+        (scheduler("WarmupLR", warmup_num_steps="5"), {}, '"scheduler.params.warmup_num_steps"'),
+        ({"scheduler": "auto"}, {}, '"scheduler" must be a section in braces, not "auto"'),
+        ({"scheduler": {"type": "WarmupLR", "params": []}}, {}, '"scheduler.params" must be a'),
+        ({"bf16": True}, {}, '"bf16" must be a section in braces, not true'),
         ({"fp16": {"enabled": True}}, {"dtype": "bfloat16"}, "type --dtype float16"),
     ],
 )
@@ -177,6 +186,7 @@ def test_a_typed_precision_must_be_the_launchers(environ):
         ("/usr/bin/python /venv/bin/accelerate launch --cpu train.py", ["--cpu", "train.py"]),
         ("python -m accelerate.commands.launch train.py", ["train.py"]),
         ("/venv/bin/accelerate-launch train.py", ["train.py"]),
+        ("python -m accelerate.commands.accelerate_cli launch train.py", ["train.py"]),
         ("bash launch train.sh", []),
     ],
 )

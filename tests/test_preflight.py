@@ -210,10 +210,14 @@ def test_a_run_to_resume_gives_the_flags_that_are_not_typed(flags, run_of):
     assert saved_flags({"batch_size": 24}, TrainingArguments) == {}
 
 
-def test_a_mistyped_flag_is_refused_before_text_is_prepared(monkeypatch):
+@pytest.mark.parametrize("typed", ["--dimm 4", "--batch_size 0", "--dtype float17"])
+def test_a_mistake_is_refused_before_text_is_prepared(monkeypatch, typed):
     monkeypatch.setattr(ShellVariables, "data_flags", lambda request: pytest.fail("prepares text"))
-    with pytest.raises(UsageError, match="--dimm"):
-        preflight.main(["--dimm", "4"])
+    with pytest.raises(UsageError, match=typed.split()[0]):
+        preflight.main(typed.split())
+    monkeypatch.setitem(os.environ, "CONFIG", "none.yaml")
+    with pytest.raises(UsageError, match=r"none\.yaml"):
+        preflight.main([])
 
 
 @pytest.mark.parametrize("emulates", [True, False])
@@ -277,6 +281,10 @@ def test_a_model_that_does_not_fit_is_no_candidate(packed, monkeypatch):
         assert last.settings["dim"] <= largest
         assert (last.settings["dim"] == 2048) is (free == 2**40)
         assert last.rows >= 1
+    monkeypatch.setattr(step_times, "available_memory", lambda device, n: 3 * GIB)
+    *_, last = budget_of([*typed, "--batch_size", "4096"], monkeypatch).models()
+    assert last.rows == 4096  # typed
+    assert last.settings["dim"] < 256
 
 
 def test_one_process_measures_fewer_sequences_than_fit_into_a_share_and_scales(flags, monkeypatch):

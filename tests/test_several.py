@@ -11,7 +11,9 @@ from common.errors import UsageError
 from model import ConfigError
 from storage.folder import RunFolder
 from train_several_accelerate import Runs, SeveralArguments, read_models, resumed_together
-from training.arguments import TrainingArguments, parse_arguments
+from training.arguments import TrainingArguments, build_parser, parse_arguments
+
+DECAYS = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3}}
 
 
 @pytest.fixture
@@ -24,7 +26,8 @@ def models_of(tmp_path):
             path = tmp_path / f"{name}.json"
             path.write_text(own if isinstance(own, str) else json.dumps(own))
             words += ["--model", str(path)]
-        return read_models(*parse_arguments(words, SeveralArguments))
+        names = vars(build_parser(SeveralArguments).parse_args(words)).keys()
+        return read_models(*parse_arguments(words, SeveralArguments), names)
 
     return models_of
 
@@ -60,6 +63,23 @@ def test_a_model_has_the_flags_of_its_file_and_the_shared_flags(models_of):
 def test_files_and_flags_that_cannot_be_used_are_refused(models_of, models, flags, keyword):
     with pytest.raises((UsageError, ConfigError), match=keyword):
         models_of(*flags, **models)
+
+
+def test_deepspeed_files_decide_one_precision_and_typed_flags_are_not_dropped(models_of, tmp_path):
+    def own(name: str, **sections) -> dict:
+        path = tmp_path / f"ds-{name}.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | sections))
+        return {"deepspeed": str(path)}
+
+    no_bf16, linear = own("no", bf16={"enabled": False}), own("linear", scheduler=DECAYS)
+    ((args, _),) = models_of(a=linear)
+    assert (args.lr_schedule, args.warmup_steps) == ("linear", 3)
+    with pytest.raises(UsageError, match="or type --lr_schedule linear"):
+        models_of("--lr_schedule", "cosine", a=linear)  # typed, although it is the default
+    with pytest.raises(UsageError, match="the same --dtype"):
+        models_of(a=no_bf16, b={})
+    ((args, _),) = models_of("--dtype", "bfloat16", a=no_bf16)
+    assert args.dtype == "bfloat16"  # the engine refuses the contradiction
 
 
 @pytest.fixture

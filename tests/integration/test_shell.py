@@ -101,9 +101,12 @@ def test_a_named_python_is_used_as_it_is(tmp_path, corpus):
     ended = run(typed, PYTHON=sys.executable, **here)
     assert ended.code == 2
     assert ended.out.endswith(f"lacks base: {sys.executable} -m pip install base==1\n")
-    assert (
-        run(typed, PYTHON="no-python", **here).out == "error: PYTHON=no-python: no such program\n"
-    )
+    (tmp_path / "old").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "old").chmod(0o755)
+    said = run(typed, PYTHON="no-python", **here).out
+    assert said == "error: PYTHON=no-python: no such program\n"
+    said = run(typed, PYTHON=str(tmp_path / "old"), **here).out
+    assert said == f"error: PYTHON={tmp_path}/old: Python 3.10 to 3.13 is needed\n"
     assert not (folder / ".venv").exists()
 
 
