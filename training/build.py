@@ -8,11 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UsageError
 from engine.compilation import compile_blocks
-from engine.deepspeed_setup import (
-    launch_fewer_kernels,
-    partitioned_while_built,
-    set_up_deepspeed,
-)
+from engine.deepspeed_setup import launch_fewer_kernels, partitioned_while_built, set_up_deepspeed
 from engine.engine import KEPT, Engine
 from engine.memory import Workload, can_coalesce
 from engine.whole_tensors import TrainingState
