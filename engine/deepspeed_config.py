@@ -117,13 +117,12 @@ def read_file(path: str) -> dict:
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         raise UsageError(f'DeepSpeed configuration {path}: needs a "zero_optimization" section')
     for name in SECTIONS.split():
-        *_, key = name.split(".")
-        parent = _section(config, name)
-        if parent.get(key) is None:
-            parent.pop(key, None)
-        elif not isinstance(parent[key], dict):
-            value = json.dumps(parent[key])
-            raise UsageError(f'{path}: "{name}" must be a section in braces, not {value}')
+        parent, key = _section(config, name), name.rpartition(".")[2]
+        if (value := parent.pop(key, None)) is not None:
+            parent[key] = value
+            if not isinstance(value, dict):
+                said = f'"{name}" must be a section in braces, not {json.dumps(value)}'
+                raise UsageError(f"{path}: {said}")
     return config
 
 
@@ -290,7 +289,12 @@ def schedule_flags(config: dict, source: str) -> dict[str, Any]:
     if kind != "WarmupLR":
         flags["max_steps"] = params.get("total_num_steps", "auto")
         flags["min_lr_ratio"] = 0.0 if decays else params.get("cos_min_ratio", 1e-4)
-    return {name: value for name, value in flags.items() if value not in ("auto", None)}
+    flags = {name: value for name, value in flags.items() if value not in ("auto", None)}
+    for name in ("warmup_steps", "max_steps"):
+        if flags.get(name, 0) % 1:
+            raise UsageError(f'{source}: "scheduler" has {flags[name]} steps, not a whole number')
+        flags |= {name: int(flags[name])} if name in flags else {}  # 1e3 is a float in JSON
+    return flags
 
 
 def dtype_of(config: dict) -> dict[str, str]:

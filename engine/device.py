@@ -97,7 +97,8 @@ def cpu_emulates_bf16() -> bool:
         # The shortest of five times counts: other programs may use the CPU.
         return min(timeit.repeat("x @ x", globals={"x": x}, number=1, repeat=5))
 
-    return seconds(torch.bfloat16) > seconds(torch.float32)
+    # Emulated bf16 takes two to four times as long; other programs may disturb the times.
+    return seconds(torch.bfloat16) > 1.3 * seconds(torch.float32)
 
 
 def default_dtype(device_type: str) -> str:

@@ -19,6 +19,11 @@ from engine.deepspeed_config import (
     schedule_flags,
 )
 
+# Flags that Accelerate's launcher decides by variables: flag, its name there, its type.
+NUMBERS = (
+    ("accumulation_steps", "gradient_accumulation_steps", int),
+    ("grad_clip", "gradient_clipping", float),
+)
 ACCELERATE = ("accelerate", "accelerate.commands.accelerate_cli")  # programs that launch
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}  # Accelerate's names → --dtype
 
@@ -37,6 +42,10 @@ def with_launcher_settings(
         decided |= {name: (value, f"the DeepSpeed file {file}") for name, value in flags.items()}
     if precision := chosen_precision(launcher_words or _words_of_parent()):
         decided["dtype"] = DTYPES[precision], f"the launcher's mixed_precision {precision}"
+    for name, key, kind in NUMBERS:
+        value = os.environ.get(f"ACCELERATE_{key.upper()}", "auto")
+        if value.replace(".", "", 1).isdigit():
+            decided[name] = kind(float(value)), f"the launcher's {key} {value}"
     for name, (value, source) in decided.items():
         if typed.get(name, value) != value:
             what = f"--{name} {typed[name]} contradicts {source}"

@@ -97,6 +97,7 @@ def describe(options: dict) -> str:
             if expected.ram:
                 needs = memory(processes * expected.ram)
                 advice += f"\nIts {counted(processes, 'processes')} need {needs} of RAM together"
+                advice += f", and {memory(12 * total)} more while a checkpoint is written"
                 advice += "." if ram < math.inf else " (with --ram, the plan compares it)."
     advice = advice or "No engine fits: take a smaller --batch_size or more memory."
     if not peak:

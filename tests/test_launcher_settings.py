@@ -88,6 +88,7 @@ def test_a_deepspeed_file_decides_flags_that_are_not_typed(environ, file, sectio
         (scheduler("WarmupLR"), {"lr_schedule": "wsd"}, "type --lr_schedule constant"),
         (scheduler("WarmupLR"), {"warmup_steps": 5}, "leave it out, or type --warmup_steps 1000"),
         (scheduler("WarmupDecayLR", total_num_steps=9), {"epochs": 2}, "--epochs contradicts"),
+        (scheduler("WarmupLR", warmup_num_steps=0.1), {}, "0.1 steps, not a whole number"),
         (scheduler("OneCycle"), {}, "must be one of WarmupLR, WarmupDecayLR, WarmupCosineLR"),
         (scheduler("WarmupLR", warmup_min_lr=1e-6), {}, '"scheduler.params.warmup_min_lr"'),
         (scheduler("WarmupLR", warmup_steps=5), {}, '"scheduler.params.warmup_steps"'),
@@ -168,6 +169,18 @@ def test_a_dynamo_backend_that_accelerate_does_not_pass_on_to_deepspeed_is_refus
         with_launcher_settings({}, words)
         with pytest.raises(UsageError, match=r"dynamo_backend (eager|EAGER) .* use --compile on"):
             set_launch_variables(TrainingArguments())
+
+
+def test_the_launchers_accumulation_and_clipping_count(environ):
+    environ |= {
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+    }
+    assert with_launcher_settings({}) == {"accumulation_steps": 2, "grad_clip": 0.5}
+    with pytest.raises(UsageError, match=r"or type --accumulation_steps 2$"):
+        with_launcher_settings({"accumulation_steps": 8})
+    environ |= {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}
+    assert with_launcher_settings({"accumulation_steps": 8})["accumulation_steps"] == 8
 
 
 def test_a_typed_precision_must_be_the_launchers(environ):

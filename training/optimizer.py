@@ -52,7 +52,8 @@ class LearningRate:
         if self.warmup_steps is None:
             self.warmup_steps = min(MAX_DEFAULT_WARMUP, total_steps // 20)
         if (warmup := self.warmup_steps) > total_steps:
-            raise UsageError(f"--warmup_steps {warmup}: the whole run has {total_steps} steps")
+            short = f"the whole run has {total_steps} steps, pass fewer"
+            raise UsageError(f"--warmup_steps {warmup}: {short}")
 
     def __call__(self, step: int) -> float:
         if step <= self.warmup_steps:
