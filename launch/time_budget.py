@@ -80,7 +80,7 @@ class TimeBudget:
         self.times = StepTimes(request, inputs, self.kind, processes)
         self.muon = self.kind.takes_muon and typed.get("optimizer") != "adamw"
         self.fixed = inputs.source is not None  # existing weights decide the shape
-        self.talks = inputs.args.dataset.kind == CONVERSATIONS
+        self.talks = inputs.train_set.kind == CONVERSATIONS
         self.knows_steps = not {"max_steps", "epochs"}.isdisjoint(typed)
         self.compiles: bool | None = None  # None: the training program decides
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from torch import Tensor
@@ -39,7 +40,7 @@ class Trained:
         return (folder.parent if folder.name == "weights" else folder).name
 
 
-@dataclass
+@dataclass(frozen=True)
 class WeightsFolder:
     """A folder of weights, and the path of its tokenizer."""
 
@@ -103,17 +104,25 @@ class WeightsFolder:
         return weights
 
     def sha256(self) -> str:
-        """Return a hash of the shape and the weights (fp32, adapters merged), not of the files."""
-        weights = self.checked_tensors()
-        digest = hashlib.sha256(json.dumps(self.config().shape(), sort_keys=True).encode())
-        for name in sorted(weights):
-            digest.update(name.encode())
-            digest.update(weights[name].float().flatten().numpy())
-        return digest.hexdigest()
+        """Return a hash of the shape and the weights (fp32, adapters merged), not of the files.
+        A process hashes the same files once."""
+        files = [(path.name, path.stat()) for path in sorted(self.path.iterdir())]
+        return _sha256(self, tuple((x, s.st_ino, s.st_size, s.st_mtime_ns) for x, s in files))
 
     def load(self) -> Transformer:
         """Return the model in evaluation mode, on the CPU and in fp32."""
         return portable.from_weights(self.config(), self.tensors(), str(self.path))
+
+
+@cache
+def _sha256(folder: WeightsFolder, files: tuple) -> str:
+    """See `WeightsFolder.sha256`. `files` (names, inodes, sizes, times) differ if weights do."""
+    weights = folder.checked_tensors()
+    digest = hashlib.sha256(json.dumps(folder.config().shape(), sort_keys=True).encode())
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name].float().flatten().numpy())
+    return digest.hexdigest()
 
 
 def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:

@@ -173,7 +173,7 @@ def run_of(flags, packed, tmp_path):
     def run_of(*more: str):
         args, _ = parse_arguments([*flags, *more])
         train_set = PackedDataset(packed, "train", CONFIG.max_seq_len)
-        state = {"identity": run_identity(train_set, args, 1, None), "model": CONFIG.to_dict()}
+        state = {"identity": run_identity(train_set, args, 1), "model": CONFIG.to_dict()}
         path = make_run(tmp_path / "runs" / "saved", 10, **state)
         values = {"arguments": vars(args), "model": CONFIG.to_dict()}
         settings = json.dumps(values, default=str)

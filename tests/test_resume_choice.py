@@ -182,7 +182,7 @@ def saved_by(
         changes: other values for fields of the model's shape; None removes a field.
     """
     shape = {k: v for k, v in (CONFIG.to_dict() | changes).items() if v is not None}
-    identity = run_identity(MINE, args, processes, teacher=None)
+    identity = run_identity(MINE, args, processes)
     state = {"identity": identity, "model": shape, "processes": processes}
     if form == "old":
         shape = {k: v for k, v in shape.items() if k not in ("dropout", "use_flash_attn")}
@@ -195,7 +195,7 @@ def saved_by(
 def resumed(
     start: StartingPoint, args: TrainingArguments, config=CONFIG, data=MINE, processes=1
 ) -> TrainingArguments:
-    identity = run_identity(data, args, processes, teacher=None)
+    identity = run_identity(data, args, processes)
     shapes = shapes_of(config, args)
     filled, identity = resumed_arguments(start, args, shapes, identity, processes)
     assert identity == start.state["identity"]
@@ -232,7 +232,7 @@ def test_a_run_is_not_resumed_with_other_data_tokenizer_or_teacher(tmp_path):
     args = DistillationArguments(teacher="now")
     start = saved_by(tmp_path, args)
     start.state["identity"]["teacher"] = "1" * 16
-    identity = run_identity(OTHERS, args, 1, teacher="2" * 64)
+    identity = run_identity(OTHERS, args, 1) | {"teacher": "2" * 16}
     with pytest.raises(UsageError) as error:
         resumed_arguments(start, args, shapes_of(CONFIG, args), identity, 1)
     for name, ours, theirs in (("data", "a", "b"), ("tokenizer", "a", "b"), ("teacher", "1", "2")):
@@ -291,7 +291,8 @@ def write(tmp_path, accelerator):
     def write(args: TrainingArguments, tokenizer: str = "elsewhere.model") -> RunFolder:
         (tmp_path / tokenizer).write_bytes(b"pieces")
         engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"train_batch_size": 24})
-        write_settings(RunFolder(tmp_path), args, CONFIG, engine, tmp_path / tokenizer)
+        data = SimpleNamespace(tokenizer_path=tmp_path / tokenizer, kind=args.dataset.kind)
+        write_settings(RunFolder(tmp_path), args, CONFIG, engine, data)
         return RunFolder(tmp_path)
 
     return write

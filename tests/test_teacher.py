@@ -77,6 +77,19 @@ def test_a_hugging_face_llama_teaches_without_an_import(build, tmp_path):
     assert digest == teacher.found.source.sha256()
 
 
+def test_weights_are_hashed_anew_only_if_their_files_changed(packed, tmp_path, monkeypatch):
+    folder = save_model(tmp_path / "first", opinionated(400, SEQ_LEN), packed)
+    digest = WeightsFolder.find(str(folder)).sha256()
+    checked = WeightsFolder.checked_tensors
+    monkeypatch.setattr(WeightsFolder, "checked_tensors", None)
+    assert WeightsFolder.find(str(folder)).sha256() == digest
+    monkeypatch.setattr(WeightsFolder, "checked_tensors", checked)
+    other = opinionated(400, SEQ_LEN)
+    other.norm.weight.data *= 2
+    save_model(folder, other, packed)
+    assert WeightsFolder.find(str(folder)).sha256() != digest
+
+
 def test_logits_beyond_the_tokenizer_are_left_out(build, data, engine, packed, tmp_path):
     """Many models round their vocabulary size up, so it is larger than the tokenizer's."""
     model = opinionated(448, SEQ_LEN)

@@ -16,7 +16,12 @@ import torch
 from common.errors import ReportedError, UsageError
 from data.dataset import NothingFitsError, TokenStream
 from data.prepare import conversations_out
-from engine.agreement import on_every_process, on_main_process, require_the_same
+from engine.agreement import (
+    on_each_machine,
+    on_every_process,
+    on_main_process,
+    require_the_same,
+)
 from engine.engine import Engine
 from engine.memory import Workload
 from model import LMConfig, Transformer
@@ -95,9 +100,10 @@ def find_inputs(
 
     def open_data() -> tuple:
         seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
-        train_set = filled.dataset(filled.data, "train", seq_len)
+        read = filled.dataset
+        train_set = read(filled.data, "train", seq_len)
         try:
-            val_set = filled.dataset(filled.data, "val", seq_len)
+            val_set = read(filled.data, "val", seq_len)
         except NothingFitsError:
             val_set = None
         if source:
@@ -105,10 +111,12 @@ def find_inputs(
         if teacher:
             teacher.require_fit(train_set, engine)
         config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
-        return train_set, val_set, shapes_of(config, filled), teacher and teacher.source.sha256()
+        return train_set, val_set, shapes_of(config, filled)
 
-    train_set, val_set, shapes, sha256 = on_every_process(engine, open_data)
-    identity = run_identity(train_set, filled, processes, sha256)
+    train_set, val_set, shapes = on_every_process(engine, open_data)
+    identity = run_identity(train_set, filled, processes)
+    if teacher:
+        identity["teacher"] = on_each_machine(engine, teacher.source.sha256)[:16]
     is_older = start.checkpoint and "samples_per_epoch" not in start.state["identity"]
     if train_set.segmentations > 1 and not is_older:  # else a pass reads all segmentations
         identity["samples_per_epoch"] = train_set.samples_per_epoch

@@ -99,19 +99,15 @@ def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingA
     return args
 
 
-def run_identity(
-    train_set: TokenStream, args: TrainingArguments, processes: int, teacher: str | None
-) -> dict:
-    """Return facts that, like the model's shape, must stay the same when a run is resumed.
-    `teacher` is the hash of the teacher's weights, if any."""
-    identity = {
+def run_identity(train_set: TokenStream, args: TrainingArguments, processes: int) -> dict:
+    """Return facts that, like the model's shape, must stay the same when a run is resumed."""
+    return {
         "tokenizer": train_set.description["tokenizer_sha256"][:16],
         "data": train_set.identity,
         "global_batch": args.global_batch(processes),
         "seed": args.seed,
         "optimizer": args.optimizer,
     }
-    return identity | ({"teacher": teacher[:16]} if teacher else {})
 
 
 def resumed_arguments(
@@ -154,7 +150,7 @@ def set_aside(start: StartingPoint) -> None:
 
 
 def write_settings(
-    run: RunFolder, args: TrainingArguments, config: LMConfig, engine: Engine, tokenizer: Path
+    run: RunFolder, args: TrainingArguments, config: LMConfig, engine: Engine, data: TokenStream
 ) -> None:
     """Write settings.json and the tokenizer; for conversations, the chat template too."""
     settings = {
@@ -171,8 +167,8 @@ def write_settings(
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
     for name in (*TOKENIZER_FILES, run.template.name):  # delete the files of an earlier launch
         (run.path / name).unlink(missing_ok=True)
-    copy_tokenizer(tokenizer, run.path)
-    if args.dataset.kind == CONVERSATIONS:
+    copy_tokenizer(data.tokenizer_path, run.path)
+    if data.kind == CONVERSATIONS:
         run.template.write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
 
 

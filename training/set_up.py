@@ -116,8 +116,8 @@ def set_up_together(
     for run in runs:  # rename checkpoints and write settings after all runs are set up
         if run.engine.is_main:
             set_aside(run.inputs.start)
-            tokenizer = run.inputs.train_set.tokenizer_path
-            write_settings(run.folder, run.args, run.inputs.config, run.engine, tokenizer)
+            data = run.inputs.train_set
+            write_settings(run.folder, run.args, run.inputs.config, run.engine, data)
         run.log.open()
     if not runs:
         engines[0].accelerator.end_training()
