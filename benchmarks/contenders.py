@@ -26,7 +26,7 @@ from benchmarks.ours import OurStep, synchronize
 from benchmarks.peers import PEERS, PeerStep
 from benchmarks.work import Work
 from common.errors import UsageError
-from engine.device import peak_memory_bytes
+from engine.hardware import peak_memory_bytes
 from engine.memory import FILES
 
 LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model starts

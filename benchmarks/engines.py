@@ -28,8 +28,8 @@ from benchmarks.cli import clean_environment, heading, new_parser, say, table
 from benchmarks.ours import OurStep, synchronize
 from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
-from engine.device import peak_memory_bytes
 from engine.engine import exit_rank
+from engine.hardware import peak_memory_bytes
 from engine.memory import DDP, FILES, GIB
 from model import ConfigError
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.work import Work
 from engine.deepspeed_config import ADAM_EPS
-from engine.device import keep_freed_memory, use_all_cores
+from engine.hardware import keep_freed_memory, use_all_cores
 from training.arguments import TrainingArguments
 from training.optimizer import parameter_groups
 

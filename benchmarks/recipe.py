@@ -21,7 +21,7 @@ from benchmarks.distillation import train
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.prepare import BY_SIZE
 from data.shards import read_description
-from engine.device import peak_flops
+from engine.hardware import peak_flops
 from launch import recipe
 from launch.step_times import GPU_SHARE
 from launch.time_budget import GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED

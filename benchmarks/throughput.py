@@ -27,7 +27,7 @@ from benchmarks.ours import synchronize
 from benchmarks.turns import NOTE, Turn, record, table_rows
 from benchmarks.work import DATA, SIZES, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
-from engine.device import peak_flops, use_all_cores
+from engine.hardware import peak_flops, use_all_cores
 
 PROGRAM = "benchmarks.throughput"
 REPEATS = 5  # measurements of each product

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from common.errors import UsageError
 from engine.deepspeed_config import BY_WIDTH, file_of, read_config, resolve
-from engine.device import has_bf16, keep_freed_memory, require_usable_gpu, use_all_cores
+from engine.hardware import has_bf16, keep_freed_memory, require_usable_gpu, use_all_cores
 from engine.memory import Kind, kind_of
 from engine.settings import Settings
 

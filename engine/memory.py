@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from engine.deepspeed_config import offload_device, read_config
-from engine.device import GIB
+from engine.hardware import GIB
 from engine.settings import Settings
 from model import Transformer
 from model.loss import tokens_at_once

@@ -10,7 +10,7 @@ import torch
 
 from common.errors import UsageError
 from engine import deepspeed_config
-from engine.device import default_dtype
+from engine.hardware import default_dtype
 from engine.partition import gathered
 from model import Transformer
 from storage.weights import WeightsFolder

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from common.errors import UsageError
 from data.dataset import pad
-from engine.device import has_bf16, keep_freed_memory, use_all_cores
+from engine.hardware import has_bf16, keep_freed_memory, use_all_cores
 from model import IGNORE_INDEX, Transformer
 from model.cache import without_cudnn
 

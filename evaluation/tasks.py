@@ -16,7 +16,7 @@ from data.dataset import ConversationSet, PackedDataset
 from data.order import spread
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
-from engine.device import device_name
+from engine.hardware import device_name
 from evaluation.language_modelling import conversation_rows, document_rows, prepared_rows, summary
 from evaluation.multiple_choice import answers, question_rows
 from evaluation.scoring import LEAST_UNITS, Row, Scorer

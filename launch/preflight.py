@@ -21,8 +21,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
 from common.numbers import counted
-from engine.device import cpu_emulates_bf16, require_usable_gpu
 from engine.engine import OTHER_ENGINES, check_precision, deepspeed_plugin, set_launch_variables
+from engine.hardware import cpu_emulates_bf16, require_usable_gpu
 from engine.launcher_settings import with_launcher_settings
 from launch.shell_variables import ShellVariables
 from launch.time_budget import TimeBudget, fitting_shapes

@@ -11,7 +11,7 @@ import torch
 from common.atomic import write_whole
 from common.numbers import available_cores
 from engine.compilation import CACHE
-from engine.device import available_memory, matrix_precision, peak_flops
+from engine.hardware import available_memory, matrix_precision, peak_flops
 from engine.memory import Kind, largest_batch
 from launch.recipe import Candidate
 from launch.shell_variables import ShellVariables

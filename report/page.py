@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from report.charts import Chart, Curve, draw, plot
+from report.drawing import Chart, Curve, draw, plot
 from report.history import History, number, read_history, series
 
 TEMPLATE = Path(__file__).with_name("template.html")

@@ -46,7 +46,7 @@ def load(args: argparse.Namespace):
     or the weights cannot be used."""
     import torch
 
-    from engine.device import default_dtype
+    from engine.hardware import default_dtype
     from engine.zero_inference import config_of_launch, load_divided
     from inference.decoder import Decoder
     from storage.weights import WeightsFolder, load_trained

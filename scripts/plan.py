@@ -14,7 +14,7 @@ import torch
 from common.errors import UsageError, one_line_errors
 from common.numbers import columns, counted, memory
 from engine.compilation import should_compile
-from engine.device import GIB, available_memory, peak_flops
+from engine.hardware import GIB, available_memory, peak_flops
 from engine.memory import OVERHEAD, Workload, can_coalesce, engines, estimate, fits, largest_batch
 from formats.portable import without_memory
 from model import ConfigError, LMConfig

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.device import GIB
+from engine.hardware import GIB
 from engine.memory import (
     DDP,
     LARGEST_BATCH,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from report.charts import COLORS, show
+from report.drawing import COLORS, show
 from report.history import read_history, series
 from report.page import SAMPLES, draw_losses, try_to_write_report, write_report
 from scripts import report as report_script

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.atomic import write_whole
 from common.errors import UsageError
-from engine.device import device_name, matrix_precision, peak_flops, peak_memory_bytes
+from engine.hardware import device_name, matrix_precision, peak_flops, peak_memory_bytes
 from model.experts import ROUTING
 from report.history import number, read_rows
 from storage.folder import read_settings

@@ -17,8 +17,8 @@ from torch.nn.functional import normalize
 
 from common.errors import UsageError
 from engine.deepspeed_config import ADAM_EPS
-from engine.device import has_bf16
 from engine.engine import Engine
+from engine.hardware import has_bf16
 from engine.partition import Part, Partition, partitions, shape_of
 from engine.whole_tensors import state_of
 from training.arguments import TrainingArguments

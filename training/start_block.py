@@ -6,7 +6,7 @@ import torch
 
 from common.numbers import counted, memory
 from data.shards import CONVERSATIONS
-from engine.device import (
+from engine.hardware import (
     attention_kernel,
     available_memory,
     cpu_emulates_bf16,

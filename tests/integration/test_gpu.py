@@ -11,7 +11,7 @@ from small_model import opinionated
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.compilation import compile_blocks
-from engine.device import attention_kernel
+from engine.hardware import attention_kernel
 from inference import decoder
 from inference.decoder import Decoder
 from inference.generation import Batch, Continuation

@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from common.errors import UsageError
-from engine import device
-from engine.device import (
+from engine import hardware
+from engine.hardware import (
     GIB,
     KERNELS,
     PRECISIONS,
@@ -52,7 +52,7 @@ def test_peaks_are_those_of_the_data_sheet_and_unknown_devices_have_none(name, p
 def test_text_is_generated_in_fp32_on_a_cpu_and_in_the_16_bit_type_of_a_gpu(monkeypatch):
     assert default_dtype("cpu") == "float32"
     for found, dtype in ((True, "bfloat16"), (False, "float16")):
-        monkeypatch.setattr(device, "has_bf16", lambda found=found: found)
+        monkeypatch.setattr(hardware, "has_bf16", lambda found=found: found)
         assert default_dtype("cuda") == dtype
 
 
@@ -61,8 +61,10 @@ def test_a_cpu_emulates_bf16_if_its_fastest_bf16_product_is_slower_than_its_fast
     monkeypatch, bf16, fp32, emulates
 ):
     times = {torch.bfloat16: [bf16, 9, 9, 9, 9], torch.float32: [99, fp32, 9, 9, 9]}
-    monkeypatch.setattr(device.timeit, "repeat", lambda _, globals, **n: times[globals["x"].dtype])
-    assert device.cpu_emulates_bf16() is emulates
+    monkeypatch.setattr(
+        hardware.timeit, "repeat", lambda _, globals, **n: times[globals["x"].dtype]
+    )
+    assert hardware.cpu_emulates_bf16() is emulates
 
 
 def test_matrix_precision_follows_mixed_precision_and_tf32(monkeypatch):
@@ -77,9 +79,9 @@ def test_matrix_precision_follows_mixed_precision_and_tf32(monkeypatch):
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_named(monkeypatch):
-    monkeypatch.setattr(device.shutil, "which", lambda name: name)
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: name)
     listed = SimpleNamespace(stdout="GPU 0: NVIDIA A100\nGPU 1")
-    monkeypatch.setattr(device.subprocess, "run", lambda *_, **__: listed)
+    monkeypatch.setattr(hardware.subprocess, "run", lambda *_, **__: listed)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     require_usable_gpu()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -152,7 +154,7 @@ def test_every_control_group_above_the_process_can_limit_its_memory(tmp_path, mo
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9_000_000_000))
     used = SimpleNamespace(rss=500, shared=200)
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: used))
-    monkeypatch.setattr(device, "Path", lambda root, *more: Path(tmp_path, root[1:], *more))
+    monkeypatch.setattr(hardware, "Path", lambda root, *more: Path(tmp_path, root[1:], *more))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert available_memory(CPU, 2) == 1_000_300
 
