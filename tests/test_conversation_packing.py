@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from test_prepare import files_of
 
-from common.errors import UsageError
 from data import encoding
 from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, Turn
@@ -121,20 +120,3 @@ def test_answers_with_weight_0_do_not_change_the_split(pack, tmp_path):
     (tmp_path / "b.jsonl").write_text("\n".join(fewer))
     expected = split_indices(pack(path, "all"))
     assert split_indices(pack(tmp_path / "b.jsonl", "fewer")) == expected
-
-
-BAD = [b'{"messages": [', b'{"prompt": "a"}', b'{"prompt": "a", "response": " "}', b"[]", b"\xff"]
-
-
-def test_bad_lines_are_an_error_or_are_skipped_and_counted(pack, tmp_path):
-    path = write(tmp_path / "a.jsonl")
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:20], *(bad + b"\n" for bad in BAD), *lines[20:]]))
-    with pytest.raises(UsageError, match=r"a\.jsonl, line 21: .*--skip_bad_lines"):
-        pack(path)
-    assert not (tmp_path / "out").exists()
-    folder = pack(path, skip_bad_lines=True)
-    train, val = split_indices(folder)
-    assert sorted(train + val) == list(range(300))
-    assert read_description(folder)["bad_documents"] == len(BAD)
-    assert "a.jsonl, line 21: " in read_description(folder)["first_bad_document"]

@@ -218,6 +218,15 @@ def test_data_of_another_tokenizer_is_refused(refused, packed, tmp_path):
     assert "other has another tokenizer" in refused("--data", tmp_path / "other")
 
 
+def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(refused, monkeypatch):
+    """With --cpu, or with neither --multi_gpu nor DeepSpeed, `accelerate launch` ignores
+    --num_processes on a CPU. It then sets the variables that this test sets."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert "pass --multi_gpu" in refused()
+
+
 def test_weights_without_a_run_need_data_and_broken_weights_are_an_error(refused, packed, tmp_path):
     model = opinionated(VOCAB_SIZE, SEQ_LEN)
     model.norm.weight.data.fill_(3e38)  # finite, but the logits are not

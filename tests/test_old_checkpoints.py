@@ -6,12 +6,12 @@ FLAGS and OWN_FLAGS on a CPU. The same version computed the LOSSES of steps 3 an
 of step 4. The test allows small differences, because CPUs round products differently.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import Trained
 from safetensors.torch import load_file
 
 from storage.checkpoint import read_state
@@ -36,14 +36,13 @@ def test_a_run_resumes_from_an_old_checkpoint_with_the_losses_of_the_old_version
     run = tmp_path / "run"
     shutil.copytree(FIXTURES / name / "checkpoints", run / "checkpoints")
     main([*FLAGS.split(), *OWN_FLAGS[name].split(), "--data", DATA, "--resume", str(run)])
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert losses == pytest.approx(LOSSES[name], rel=1e-6)
+    resumed = Trained(run, "")
+    assert resumed.column("loss") == pytest.approx(LOSSES[name], rel=1e-6)
     expected = load_file(FIXTURES / name / "weights-of-step-4.safetensors")
-    weights = load_file(run / "checkpoints" / "step-00000004" / "weights.safetensors")
+    weights = resumed.tensors(step=4)
     assert weights.keys() == expected.keys()
     for name in weights:
         torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-6)
-    state = read_state(run / "checkpoints" / "step-00000004")
+    state = read_state(resumed.checkpoint(4))
     assert state["model"]["n_layers"] == 1
     assert "dim" not in state["identity"]

@@ -1,6 +1,5 @@
 """A program that cannot work prints one line with the reason and exits with code 2."""
 
-import os
 import re
 import shutil
 import socket
@@ -8,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY, run_warm, write_corpus
+from conftest import TINY, run_warm
 
 pytestmark = pytest.mark.slow
 
@@ -26,19 +25,9 @@ def refused(packed, tmp_path):
     return refused
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--dtype int8", "--dtype.*int8"),
-        ("--dim 100 --n_heads 8", "dim 100 .*n_heads 8"),
-        ("--out_dir FOLDER/file/runs", "FOLDER/file"),
-        ("--data FOLDER/nothing", "FOLDER/nothing.*scripts.prepare_data"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_refused_in_one_line(refused, tmp_path, flags, says):
+def test_a_folder_that_cannot_be_made_is_refused_in_one_line(refused, tmp_path):
     (tmp_path / "file").touch()
-    flags, says = (text.replace("FOLDER", str(tmp_path)) for text in (flags, says))
-    assert re.search(says, refused(flags))
+    assert f"{tmp_path}/file" in refused(f"--out_dir {tmp_path}/file/runs")
 
 
 def test_damage_found_during_training_ends_the_run_in_one_line(refused, packed, tmp_path):
@@ -63,11 +52,3 @@ def test_a_port_in_use_is_an_error_of_one_line(refused):
 def test_results_that_do_not_fit_on_the_disk_end_the_run_in_one_line(refused, small_disk):
     disk = small_disk("300k")
     assert "no space left" in refused(f"--max_steps 1 --dim 64 --out_dir {disk}")
-
-
-def test_a_full_disk_ends_preparing_in_one_line(tmp_path, small_disk):
-    disk, text = small_disk("24k"), write_corpus(tmp_path / "text.jsonl")
-    command = [sys.executable, "-m", "scripts.prepare_data", "--data", str(text), "--out"]
-    ended = run_warm([*command, str(disk / "out"), "--vocab_size", "400"])
-    assert "no space left" in ended.error("prepare_data")
-    assert os.listdir(disk) == [".out.lock"]  # no unfinished output

@@ -55,14 +55,3 @@ def test_two_processes_give_the_numbers_of_one(
         assert one.get(name) == two.get(name)
     for name, metric in one["metrics"].items():
         assert two["metrics"][name] == pytest.approx(metric, rel=1e-6), name
-
-
-def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(weights, packed):
-    """With --cpu, or with neither --multi_gpu nor DeepSpeed, `accelerate launch` ignores
-    --num_processes on a CPU. It then sets the variables that this test sets."""
-    environ = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}
-    command = [sys.executable, "-m", "scripts.evaluate", str(weights), "--data", str(packed)]
-    ended = run_warm(command, **environ)
-    assert ended.code != 0
-    (line,) = [line for line in ended.out.splitlines() if line.startswith("evaluate: error: ")]
-    assert "pass --multi_gpu" in line

@@ -8,6 +8,7 @@ import pytest
 from conftest import (
     REPOSITORY,
     SAFETY_NET_SECONDS,
+    Trained,
     clean_environment,
     copy_repository,
     write_corpus,
@@ -47,8 +48,7 @@ def test_the_whole_notebook_trains_draws_and_exports(tmp_path):
     client = NotebookClient(notebook, timeout=SAFETY_NET_SECONDS, resources=where)
     executed = client.execute(env=clean_environment())  # an error in a cell ends the test
     results = json.loads(executed.cells[-1].outputs[0].text)
-    lines = (root / results["run"] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for line in lines if "loss" in (row := json.loads(line))]
+    rows = Trained(root / results["run"], "").rows()
     assert rows[-1]["step"] == STEPS
     assert rows[-1]["loss"] < rows[0]["loss"] - 2
     drawn = [cell.id for cell in executed.cells if "image/png" in str(cell.get("outputs"))]

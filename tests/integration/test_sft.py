@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Trained, launch_command, run_warm, train
+from conftest import Trained, launch_command, run_warm, train
 
 from model.lora import LoRA, is_adapter, merged_weights
 from storage.weights import load_trained
@@ -175,13 +175,3 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
     trained = sum(tensor.numel() for tensor in run.tensors().values())
     said = f"LoRA of dim 4 and alpha {alpha:g} in 'layers'; {trained:,} parameters"
     assert said in run.out
-
-
-def test_text_and_a_missing_file_are_refused_in_one_line(base, packed, tmp_path):
-    here = ["--out_dir", str(tmp_path), "--init_from", str(base.path)]
-    ended = run_warm([sys.executable, SFT, *TINY, *here, "--data", str(packed)])
-    assert "holds text" in ended.error(SFT)
-    missing = str(tmp_path / "none.jsonl")
-    ended = run_warm([sys.executable, SFT, *TINY, *here, "--conversations", missing])
-    assert missing in ended.error("prepare_data")
-    assert list(tmp_path.iterdir()) == []
