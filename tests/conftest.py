@@ -19,6 +19,7 @@ import psutil
 import pytest
 from warm_ranks import WarmProcess, helper, without_launcher
 
+from common.errors import UsageError
 from data.corpus import parse, read_records
 from data.prepare import PackingOptions, prepare
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -193,6 +194,14 @@ def refusal(capsys):
         return line
 
     return refusal
+
+
+def error_of(call, *args, error=UsageError, **options) -> str:
+    """Make a call that must be refused; return the message of the error, which is one line."""
+    with pytest.raises(error) as refused:
+        call(*args, **options)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
 
 
 @dataclass

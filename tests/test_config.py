@@ -1,6 +1,7 @@
 import math
 
 import pytest
+from conftest import error_of
 
 from model import ConfigError, LMConfig
 
@@ -47,9 +48,8 @@ def test_wrong_types_and_sizes_below_1_are_refused_by_name(names):
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings, named):
-    with pytest.raises(ConfigError) as error:
-        LMConfig(**settings)
-    assert all(word in str(error.value) for word in named)
+    line = error_of(LMConfig, error=ConfigError, **settings)
+    assert all(word in line for word in named)
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_a_config_without_head_dim_and_rope_scaling_gets_their_defaults():
 
 
 def test_unknown_settings_are_refused_by_name():
-    with pytest.raises(ConfigError, match="n_experts, n_shared"):
-        LMConfig.from_dict({"dim": 64, "n_shared": 1, "n_experts": 4})
+    unknown = {"dim": 64, "n_shared": 1, "n_experts": 4}
+    assert "n_experts, n_shared" in error_of(LMConfig.from_dict, unknown, error=ConfigError)

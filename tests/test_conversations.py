@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from conftest import error_of
 
 from common.errors import UsageError
 from data import conversations
@@ -184,11 +185,9 @@ WRONG = {
 
 @pytest.mark.parametrize(("value", "reason"), WRONG.values(), ids=WRONG)
 def test_an_invalid_conversation_is_refused_in_one_line_with_its_place(value, reason):
-    with pytest.raises(UsageError) as error:
-        parse_conversation(value, PLACE)
-    assert str(error.value).startswith(f"{PLACE}: ")
-    assert reason in str(error.value)
-    assert "\n" not in str(error.value)
+    line = error_of(parse_conversation, value, PLACE)
+    assert line.startswith(f"{PLACE}: ")
+    assert reason in line
 
 
 def read(path: Path | str) -> list[tuple[str, list[Turn]]]:

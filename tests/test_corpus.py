@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from conftest import error_of
 
 from common.errors import UsageError
 from data import corpus
@@ -29,11 +30,9 @@ def texts(source, column: str = "text") -> list[str]:
 
 def one_line(path: Path, column: str = "text") -> str:
     """Read the documents of `path`. This must raise UsageError; return its message, one line."""
-    with pytest.raises(UsageError) as error:
-        texts(path, column)
-    assert str(error.value).startswith(str(path))
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    line = error_of(texts, path, column)
+    assert line.startswith(str(path))
+    return line
 
 
 def jsonl(*documents: str) -> bytes:

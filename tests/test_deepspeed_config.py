@@ -11,7 +11,7 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, error_of
 
 from common.errors import UsageError
 from engine.deepspeed_config import (
@@ -44,11 +44,9 @@ def resolved(config: dict, args: TrainingArguments = ARGS, processes: int = 2) -
 
 
 def refused(config: dict, args: TrainingArguments = ARGS) -> str:
-    with pytest.raises(UsageError) as error:
-        resolved(config, args)
-    assert "my.json" in str(error.value)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    line = error_of(resolved, config, args)
+    assert "my.json" in line
+    return line
 
 
 def put(config: dict, key: str, value) -> dict:
@@ -275,9 +273,7 @@ def test_a_value_in_the_place_of_a_section_is_refused_and_null_is_no_section(
 ):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(put(config, name, value)))
-    with pytest.raises(UsageError, match=f'"{name}" must be a section in braces') as error:
-        read_config(str(path))
-    assert "\n" not in str(error.value)
+    assert f'"{name}" must be a section in braces' in error_of(read_config, str(path))
     path.write_text(json.dumps(put(config, name, None)))
     resolved(read_config(str(path)))
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import REPOSITORY, error_of
 from torch.distributed import ReduceOp
 
 from common.errors import UsageError
@@ -83,9 +83,7 @@ def test_a_process_that_waits_for_the_others_says_so_once(environ, monkeypatch, 
 )
 def test_a_launch_that_cannot_work_is_refused_with_the_reason(environ, variables, args, named):
     environ |= {f"ACCELERATE_{k}": v for k, v in variables.items()} | {"MASTER_PORT": "29500"}
-    with pytest.raises(UsageError) as error:
-        build_engines([args])
-    assert named in str(error.value)
+    assert named in error_of(build_engines, [args])
 
 
 def test_flags_and_processes_that_do_not_suit_the_gpus_are_refused(environ, monkeypatch):

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from conftest import REPOSITORY
+from conftest import REPOSITORY, error_of
 from json_tokenizers import MARKERS, write_tokenizer
 from test_text_stream import streamed
 from test_tokenizer import NASTY
 from tokenizers import decoders, models
 
-from common.errors import UsageError
 from data.tokenizer import (
     JsonTokenizer,
     Tokenizer,
@@ -96,26 +95,18 @@ def test_a_copied_tokenizer_has_the_same_hash_in_any_folder(folder, packed, tmp_
     assert not isinstance(open_tokenizer(tmp_path), JsonTokenizer)
 
 
-def refused(path: Path) -> str:
-    """Return the one line with which this tokenizer is refused."""
-    with pytest.raises(UsageError) as error:
-        open_tokenizer(path)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def test_files_without_byte_level_bpe_or_without_markers_are_refused_in_one_line(folder, tmp_path):
     path = tmp_path / "tokenizer.json"
-    assert "no such tokenizer file" in refused(path)
+    assert "no such tokenizer file" in error_of(open_tokenizer, path)
     for content in ("", "{}", "\0"):
         path.write_text(content)
-        assert "not a tokenizer.json" in refused(tmp_path)
+        assert "not a tokenizer.json" in error_of(open_tokenizer, tmp_path)
     shutil.copy(folder / "tokenizer.json", path)
-    assert "no piece that ends a document" in refused(path)
+    assert "no piece that ends a document" in error_of(open_tokenizer, path)
     for config, reason in (("{}", "no eos_token"), ('{"eos_token": "<no>"}', "has no piece <no>")):
         (tmp_path / "tokenizer_config.json").write_text(config)
-        assert reason in refused(path)
+        assert reason in error_of(open_tokenizer, path)
     other = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     other.decoder = decoders.ByteFallback()
     other.save(str(path))
-    assert "only byte-level BPE can be read" in refused(tmp_path)
+    assert "only byte-level BPE can be read" in error_of(open_tokenizer, tmp_path)

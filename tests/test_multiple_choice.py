@@ -2,11 +2,10 @@ import json
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE
+from conftest import VOCAB_SIZE, error_of
 from small_model import opinionated
 from torch.nn import functional as F
 
-from common.errors import UsageError
 from data.corpus import Record
 from evaluation.multiple_choice import answers, encode_choices, question_rows
 from evaluation.scoring import Scorer
@@ -44,10 +43,9 @@ def scorer(accelerator) -> Scorer:
     ],
 )
 def test_an_invalid_question_is_an_error_with_its_line_and_the_reason(tokenizer, fields, says):
-    with pytest.raises(UsageError) as error:
-        list(question_rows(records([GOOD, fields]), tokenizer, SEQ_LEN, " "))
-    assert str(error.value).startswith("q.jsonl, line 2: ")
-    assert says in str(error.value)
+    line = error_of(list, question_rows(records([GOOD, fields]), tokenizer, SEQ_LEN, " "))
+    assert line.startswith("q.jsonl, line 2: ")
+    assert says in line
 
 
 class OneIdPerCharacter:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY
+from conftest import REPOSITORY, error_of
 from small_model import save_model
 from test_resume_choice import make_run
 
@@ -77,10 +77,7 @@ def check(config_file: str, processes: int, flags: list[str]):
 
 
 def refused(config_file: str, flags: list[str], processes: int = 1) -> str:
-    with pytest.raises((UsageError, ConfigError)) as raised:
-        check(config_file, processes, flags)
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
+    return error_of(check, config_file, processes, flags, error=(UsageError, ConfigError))
 
 
 def test_a_launch_that_works_passes(flags, config_file, monkeypatch):

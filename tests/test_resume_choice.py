@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import error_of
 
 from common.errors import UsageError
 from engine.engine import Engine
@@ -43,10 +44,7 @@ def find(out_dir: Path, **flags) -> StartingPoint:
 
 
 def refused(out_dir: Path, **flags) -> str:
-    with pytest.raises(UsageError) as error:
-        find(out_dir, **flags)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return error_of(find, out_dir, **flags)
 
 
 def make_run(path: Path, *steps: int, age: float = 0, **state) -> Path:
@@ -204,10 +202,8 @@ def resumed(
 
 def not_the_same(start: StartingPoint, *now, **how) -> list[str]:
     """Resume, which must fail. Return the parts of the error, without the checkpoint's name."""
-    with pytest.raises(UsageError) as error:
-        resumed(start, *now, **how)
-    assert "\n" not in str(error.value)
-    return str(error.value).removeprefix(f"cannot resume {start.checkpoint}: ").split("; ")
+    line = error_of(resumed, start, *now, **how)
+    return line.removeprefix(f"cannot resume {start.checkpoint}: ").split("; ")
 
 
 FORMS = pytest.mark.parametrize("form", ["old", "new"])

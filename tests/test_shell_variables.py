@@ -1,7 +1,7 @@
 """The environment variables of run_accelerate.sh."""
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, error_of
 
 from common.errors import UsageError
 from launch.shell_variables import ShellVariables
@@ -35,9 +35,7 @@ def in_the_repository(monkeypatch):
     ],
 )
 def test_variables_that_cannot_work_are_refused(environ, says):
-    with pytest.raises(UsageError) as refused:
-        ShellVariables(environ, [])
-    assert says in str(refused.value)
+    assert says in error_of(ShellVariables, environ, [])
 
 
 def test_each_stage_selects_its_arguments_and_minutes_can_be_a_fraction():
