@@ -111,13 +111,20 @@ def texts(corpus) -> list[str]:
     return [parse(record) for record in read_records([str(corpus)])]
 
 
+def pack(files, out: Path, progress=lambda n_bytes: None, **changes) -> Path:
+    """Prepare a file or a list of files in this process; return the folder of shards.
+    `changes` are fields of PackingOptions."""
+    files = files if isinstance(files, list) else [files]
+    settings = {"vocab_size": VOCAB_SIZE, "val_fraction": 0.1, "workers": 1}
+    options = PackingOptions(**settings | {"skip_bad_lines": False} | changes)
+    prepare([*map(str, files)], out, options, progress)
+    return out
+
+
 @pytest.fixture(scope="session")
 def packed(corpus, tmp_path_factory) -> Path:
     """The prepared corpus: tokenizer and shards. A test that damages it copies it first."""
-    out = tmp_path_factory.mktemp("packed") / "sums"
-    options = PackingOptions(VOCAB_SIZE, val_fraction=0.1, workers=1, skip_bad_lines=False)
-    prepare([str(corpus)], out, options, progress=lambda n_bytes: None)
-    return out
+    return pack(corpus, tmp_path_factory.mktemp("packed") / "sums")
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
+import conftest
 import numpy as np
 import pytest
 from test_prepare import files_of
@@ -10,7 +11,6 @@ from test_prepare import files_of
 from data import encoding
 from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, Turn
-from data.prepare import PackingOptions, prepare
 from data.shards import read_description
 from data.tokenizer import Tokenizer
 
@@ -38,15 +38,8 @@ def write(path: Path, conversations=CONVERSATIONS, key="messages") -> Path:
 @pytest.fixture
 def pack(packed, tmp_path):
     """Prepares a file of conversations with the small corpus's tokenizer; returns the folder."""
-
-    def prepare_them(path: Path, name="out", **changes) -> Path:
-        settings = {"vocab_size": None, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}
-        settings["tokenizer"] = str(packed / "tokenizer.model")
-        options = PackingOptions(kind="conversations", **settings | changes)
-        prepare([str(path)], tmp_path / name, options, progress=lambda n_bytes: None)
-        return tmp_path / name
-
-    return prepare_them
+    how = {"kind": "conversations", "vocab_size": None, "tokenizer": f"{packed}/tokenizer.model"}
+    return lambda path, name, **changes: conftest.pack(path, tmp_path / name, **how | changes)
 
 
 def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import REPOSITORY, pack
 from small_model import save_model
 from test_conversation_set import conversation, make_set
 
 from common.errors import ReportedError, UsageError
-from data.prepare import PackingOptions, prepare
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
@@ -140,8 +139,7 @@ def test_init_from_takes_a_checkpoint_or_a_run_folder_too(packed, tmp_path):
 
 
 def test_an_epoch_is_one_pass_over_a_text_in_several_segmentations(corpus, tmp_path):
-    data, options = tmp_path / "data", PackingOptions(400, 0.1, 1, False, segmentations=3)
-    prepare([str(corpus)], data, options, progress=lambda n_bytes: None)
+    data = pack(corpus, tmp_path / "data", segmentations=3)
     typed = "--epochs 2 --max_seq_len 24 --run_name a"
     found = inputs(typed, data)
     stored, passed = len(found.train_set), math.ceil(len(found.train_set) / 3)

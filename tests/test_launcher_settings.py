@@ -16,12 +16,14 @@ from engine.launcher_settings import (
 )
 from training.arguments import TrainingArguments
 
+DEFAULT_FILE = "accelerate.commands.config.config_args.default_config_file"
+
 
 @pytest.fixture(autouse=True)
 def environ(monkeypatch, tmp_path):
     """An environment without a launcher, and without a default file of Accelerate."""
     monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
-    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "none.yaml")
+    monkeypatch.setattr(DEFAULT_FILE, "none.yaml")
     return os.environ
 
 
@@ -135,28 +137,22 @@ def test_the_start_of_a_run_says_how_a_file_is_read(file):
         (["--mixed_precision=no"], "bf16", "no", "no"),
         ([], "no", "no", "no"),
         ([], "fp16", "fp16", "fp16"),
+        (["--cpu"], "fp16", "fp16", "fp16"),  # in Accelerate's default file
     ],
 )
 def test_the_launchers_precision_counts_if_somebody_has_chosen_it(
-    environ, tmp_path, words, configured, launched, chosen
+    environ, tmp_path, monkeypatch, words, configured, launched, chosen
 ):
     environ |= {"ACCELERATE_MIXED_PRECISION": launched}
     if configured:
         path = tmp_path / "launch.yaml"
         content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
         path.write_text(yaml.safe_dump(content | {"mixed_precision": configured}))
-        words = ["--config_file", str(path), *words]
+        if words == ["--cpu"]:
+            monkeypatch.setattr(DEFAULT_FILE, str(path))
+        else:
+            words = ["--config_file", str(path), *words]
     assert chosen_precision(words) == chosen
-
-
-def test_accelerates_default_file_decides_the_precision(environ, tmp_path, monkeypatch):
-    path = tmp_path / "default.yaml"
-    path.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: fp16\n"
-    )
-    name = "accelerate.commands.config.config_args.default_config_file"
-    monkeypatch.setattr(name, str(path))
-    assert chosen_precision(["--cpu"]) == "fp16"
 
 
 def test_a_dynamo_backend_that_accelerate_does_not_pass_on_to_deepspeed_is_refused(

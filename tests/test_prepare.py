@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
+import conftest
 import numpy as np
 import psutil
 import pytest
@@ -23,7 +25,7 @@ from data import encoding, shards
 from data import prepare as module
 from data.dataset import PackedDataset
 from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, hash_of, split_at_random, ways_to_split
-from data.prepare import BY_SIZE, PackingOptions, defaults_for, prepare
+from data.prepare import BY_SIZE, defaults_for
 from data.shards import ShardWriter, read_description
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
@@ -38,11 +40,7 @@ def write_jsonl(path: Path, documents: list[str]) -> Path:
     return path
 
 
-def pack(files, out: Path, progress=lambda n_bytes: None, **changes) -> Path:
-    settings = {"vocab_size": 300, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}
-    files = [str(file) for file in (files if isinstance(files, list) else [files])]
-    prepare(files, out, PackingOptions(**settings | changes), progress)
-    return out
+pack = partial(conftest.pack, vocab_size=300)
 
 
 def pack_documents(documents: list[str], folder: Path, name="out", **changes) -> Path:

@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import TINY
+from conftest import TINY, pack
 
 from common.numbers import memory
 from data.dataset import PackedDataset
-from data.prepare import PackingOptions, prepare
 from engine.engine import Engine
 from engine.memory import DDP, GIB, MARGIN, OVERHEAD, estimate
 from model import LMConfig
@@ -219,11 +218,10 @@ def test_compiled_code_of_one_call_is_dropped_before_the_next():
 def test_the_start_block_counts_one_pass_over_a_text_in_several_segmentations(
     flags, corpus, tmp_path, capsys
 ):
-    options = PackingOptions(400, val_fraction=0, workers=1, skip_bad_lines=False, segmentations=3)
-    prepare([str(corpus)], tmp_path / "data", options, progress=lambda n_bytes: None)
-    main(flags("a", "--data", str(tmp_path / "data")))
+    data = pack(corpus, tmp_path / "data", val_fraction=0, segmentations=3)
+    main(flags("a", "--data", str(data)))
     block = capsys.readouterr().out
-    n = math.ceil(len(PackedDataset(tmp_path / "data", "train", 32)) / 3)
+    n = math.ceil(len(PackedDataset(data, "train", 32)) / 3)
     assert f" tokens, {n:,} sequences in 3 segmentations, 32 tokens each" in block
     assert f"steps: 2 ({2 * 8 / n:.2f} epochs)" in block
 

@@ -5,12 +5,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPOSITORY, Trained, launch_command, run_warm, train
+from conftest import REPOSITORY, Trained, launch_command, pack, train
 from small_model import opinionated, save_model
-from torch.nn import functional as F
 
 from data.dataset import ConversationSet, PackedDataset
 from data.order import LengthSampler, MicroBatchSampler
@@ -19,6 +19,7 @@ from model import IGNORE_INDEX, LMConfig, Transformer
 from model.experts import load_balance
 from storage.weights import load_trained
 from training.arguments import TrainingArguments
+from training.distillation_loss import distillation_loss
 from training.optimizer import parameter_groups
 
 pytestmark = pytest.mark.slow
@@ -56,11 +57,8 @@ def conversations(packed, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     rows = ({"prompt": f"{i} + 1 =", "response": str(i + 1) * (i % 4 + 1)} for i in range(120))
     (folder / "chat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    command = [sys.executable, "-m", "scripts.prepare_data", "--tokenizer", str(packed)]
-    command += ["--conversations", str(folder / "chat.jsonl"), "--out", str(folder / "packed")]
-    ended = run_warm([*command, "--val_fraction", "0.2"])
-    assert ended.code == 0, ended.out
-    return folder / "packed"
+    how = {"kind": "conversations", "vocab_size": None, "tokenizer": str(packed)}
+    return pack(folder / "chat.jsonl", folder / "packed", val_fraction=0.2, **how)
 
 
 def by_hand(
@@ -70,6 +68,7 @@ def by_hand(
     use_moe: bool = False,
 ) -> list[dict]:
     """Train by plain PyTorch in one process, one micro-batch per step; return the log rows."""
+    how = SimpleNamespace(alpha=ALPHA, temperature=TEMPERATURE, kl=kl)
     torch.manual_seed(TrainingArguments.seed)
     student = Transformer(LMConfig(**SHAPE, vocab_size=data.vocab_size, use_moe=use_moe))
     groups = parameter_groups(student, TrainingArguments.weight_decay)
@@ -88,21 +87,15 @@ def by_hand(
         ours, wanted = out.logits[counts], targets[counts]  # (targets, vocab_size)
         with torch.no_grad():
             theirs = teacher(tokens).logits[counts]
-        p, q = (F.softmax(x / TEMPERATURE, -1) for x in (theirs, ours))
-        if kl == "reverse":
-            p, q = q, p
-        soft = TEMPERATURE**2 * (p * (p / q).log()).sum(-1).mean()
-        hard = F.cross_entropy(ours, wanted)
-        agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
-        loss = ALPHA * hard + (1 - ALPHA) * soft
+        found = distillation_loss(ours[None], theirs[None], wanted[None], how)
         balance = 0.0
         if use_moe:
             balance = 0.1 * load_balance(out.routing, counts, 1)["balancing_loss"]
-        (loss + balance).backward()
+        (found[0] + balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(student.parameters(), TrainingArguments.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        values = zip(PARTS, (loss, hard, soft, agreement), strict=True)
+        values = zip(PARTS, found, strict=True)
         rows.append({name: value.item() for name, value in values} | {"grad_norm": norm.item()})
     return rows
 

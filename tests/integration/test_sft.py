@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import sys
 from collections import ChainMap
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Trained, launch_command, run_warm, train
+from conftest import Trained, launch_command, pack, train
 
 from model.lora import LoRA, is_adapter, merged_weights
 from storage.weights import load_trained
@@ -37,11 +36,9 @@ def data(base, tmp_path_factory) -> Path:
         messages = [{"role": role, "content": content} for role, content in turns]
         lines.append(json.dumps({"messages": messages}) + "\n")
     (folder / "chat.jsonl").write_text("".join(lines), encoding="utf-8")
-    command = [sys.executable, "-m", "scripts.prepare_data", "--val_fraction", "0.2"]
-    command += ["--conversations", str(folder / "chat.jsonl"), "--out", str(folder / "prepared")]
-    ended = run_warm([*command, "--tokenizer", str(base.path / "tokenizer.model")])
-    assert ended.code == 0, ended.out
-    return folder / "prepared"
+    tokenizer = str(base.path / "tokenizer.model")
+    how = {"kind": "conversations", "vocab_size": None, "tokenizer": tokenizer}
+    return pack(folder / "chat.jsonl", folder / "prepared", val_fraction=0.2, **how)
 
 
 def sft_command(engine: str, processes: int) -> list[str]:

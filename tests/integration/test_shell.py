@@ -121,6 +121,19 @@ def test_without_a_compiler_the_script_prepares_trains_and_leaves_a_model(clone,
     assert not (clone / ".venv").exists()
 
 
+def stopped(typed: list[str], clone: Path, log: Path, **environ: str) -> str:
+    """Start a training, send SIGTERM after its third step, and return what it has printed."""
+    with open(log, "w") as file:
+        place = {"cwd": clone, "env": clean_environment() | environ}
+        process = subprocess.Popen(typed, **place, stdout=file, stderr=file)
+    wait_for(lambda: "step 3/" in log.read_text(encoding="utf-8"), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SAFETY_NET_SECONDS) == 0
+    said = log.read_text(encoding="utf-8")
+    assert "Traceback" not in said
+    return said
+
+
 def test_sft_starts_from_the_pretrained_run_and_a_signal_makes_it_print_how_to_go_on(
     clone, pretrained, tmp_path
 ):
@@ -134,23 +147,10 @@ def test_sft_starts_from_the_pretrained_run_and_a_signal_makes_it_print_how_to_g
         place = {"CUDA_VISIBLE_DEVICES": "-1", "MASTER_PORT": str(free.getsockname()[1])}
     stage = {"STAGE": "sft", "CHAT": str(chat)}
     environ = stage | {"ENGINE": "zero3", "NUM_PROCESSES": "1"} | place
-    log = tmp_path / "log"
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            typed,
-            cwd=clone,
-            env=clean_environment() | {"PATH": settings(chat)["PATH"]} | environ,
-            stdout=file,
-            stderr=file,
-            stdin=subprocess.DEVNULL,
-        )
-    wait_for(lambda: "step 3/" in log.read_text(encoding="utf-8"), process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(SAFETY_NET_SECONDS) == 0
-    said = log.read_text(encoding="utf-8")
+    here = {"PATH": settings(chat)["PATH"]} | environ
+    said = stopped(typed, clone, tmp_path / "log", **here)
     assert "engine: DeepSpeed ZeRO-3\n" in said
     assert "starts from: out/runs/mine/weights, with a new optimizer\n" in said
-    assert "Traceback" not in said
     assert said.count("to go on:") == 1
     words, command = said.splitlines()[-2:]
     assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved; to go on:", words)
@@ -167,15 +167,8 @@ def test_a_stop_needs_no_folder_out(tmp_path, packed):
         f"{TINY} --data {packed} --out_dir {tmp_path} --run_name far --log_interval 1 --compile off"
     )
     typed = ["bash", "run_accelerate.sh", *flags.split(), "--max_steps", "100000"]
-    log, place = tmp_path / "log", settings(tmp_path, NUM_PROCESSES="2", TMPDIR=str(tmp_path))
+    place = settings(tmp_path, NUM_PROCESSES="2", TMPDIR=str(tmp_path))
     del place["DATA"]
-    with open(log, "w") as file:
-        environ = clean_environment() | place
-        process = subprocess.Popen(typed, cwd=clone, env=environ, stdout=file, stderr=file)
-    wait_for(lambda: "step 3/" in log.read_text(encoding="utf-8"), process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(SAFETY_NET_SECONDS) == 0
-    said = log.read_text(encoding="utf-8")
-    assert "Traceback" not in said
+    said = stopped(typed, clone, tmp_path / "log", **place)
     assert said.endswith(f" --resume {tmp_path / 'far'}\n")
     assert not list(tmp_path.glob("stopped-*"))

@@ -18,6 +18,7 @@ from conftest import (
     clean_environment,
     copy_repository,
     kill_all,
+    pack,
     train,
     train_command,
     tree_of,
@@ -25,8 +26,6 @@ from conftest import (
     write_corpus,
 )
 from machines import ADDRESSES, NAMES, two_machines
-
-from data.prepare import PackingOptions, prepare
 
 pytestmark = pytest.mark.slow
 
@@ -225,10 +224,7 @@ def test_data_missing_on_one_machine_is_one_error_line_on_both(both, data, machi
 
 
 def test_other_data_and_flags_on_one_machine_are_one_error_line_on_both(both, data, tmp_path):
-    other = tmp_path / "other"
-    options = PackingOptions(400, val_fraction=0.1, workers=1, skip_bad_lines=False)
-    text = write_corpus(tmp_path / "other.jsonl", documents=200)
-    prepare([str(text)], other, options, progress=lambda n_bytes: None)
+    other = pack(write_corpus(tmp_path / "other.jsonl", documents=200), tmp_path / "other")
     line = the_error_of_both(both("--max_steps 2", f"--data {other} --grad_clip 0.5"))
     assert f"rank 1 on {NAMES[1]} has --grad_clip 0.5 (not 1.0), tokenizer " in line
     assert ", data " in line
