@@ -102,9 +102,7 @@ def chosen_precision(words: list[str]) -> str | None:
         config = load_config_from_file(file) if file else None
         chosen = options.mixed_precision or (config and config.mixed_precision)
         backend = options.dynamo_backend or (config and config.dynamo_config.get("dynamo_backend"))
-        if (
-            backend
-        ):  # Accelerate does not pass it on to DeepSpeed; `set_launch_variables` refuses it
+        if backend:  # Accelerate does not pass it to DeepSpeed; set_launch_variables refuses it
             os.environ["ACCELERATE_DYNAMO_BACKEND"] = backend
     elif chosen == "no":
         return None
