@@ -372,6 +372,11 @@ class Trained:
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [row for line in lines if key in (row := json.loads(line))]
 
+    def repeatable(self) -> list[dict]:
+        """Return the rows without the columns that differ between equal runs."""
+        timed = ("tokens_per_second", "step_seconds", "memory_gib", "mfu")
+        return [{k: v for k, v in row.items() if k not in timed} for row in self.rows("step")]
+
     def column(self, key: str) -> list:
         """Return the value of this key in every training row."""
         return [row[key] for row in self.rows()]

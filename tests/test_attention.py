@@ -15,9 +15,7 @@ def test_repeat_kv_puts_the_copies_of_a_head_side_by_side(n_rep):
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 3e-2)]
 )
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
-def test_fused_attention_gives_the_output_and_gradients_of_plain_attention(
-    dtype, tolerance, n_kv_heads
-):
+def test_fused_and_plain_attention_have_equal_outputs_and_gradients(dtype, tolerance, n_kv_heads):
     generator = torch.Generator().manual_seed(0)
     exact = [torch.randn(2, 11, n, 8, generator=generator) for n in (4, n_kv_heads, n_kv_heads)]
     results = []
@@ -33,9 +31,7 @@ def test_fused_attention_gives_the_output_and_gradients_of_plain_attention(
 @pytest.mark.parametrize(
     ("dtype", "heads_given"), [(torch.float32, 4), (torch.float16, 4), (torch.bfloat16, 2)]
 )
-def test_heads_are_repeated_for_kernels_that_do_not_take_grouped_heads(
-    dtype, heads_given, monkeypatch
-):
+def test_heads_are_repeated_for_kernels_that_take_no_grouped_heads(dtype, heads_given, monkeypatch):
     given = {}
 
     def record(q, k, v, **options):

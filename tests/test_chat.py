@@ -39,9 +39,7 @@ def chat(model, tokenizer):
 
 
 @pytest.mark.parametrize("n_fitting", [3, 4])  # of 4 only 3 stay: no answer without its question
-def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
-    chat, tokenizer, capsys, n_fitting
-):
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(chat, tokenizer, capsys, n_fitting):
     said, question = turns("sum 1", "1", "sum 2", "2", "sum 3", "3"), Turn("user", "sum 4")
     fitting = encode_chat_prompt(tokenizer, [BRIEF, *[*said, question][-n_fitting:]])
     chat.context, chat.turns = len(fitting) + 12, said
@@ -101,9 +99,7 @@ def test_an_answer_depends_on_the_earlier_turns_until_reset(chat, converse, mode
     assert chat.turns == turns("2 + 2", third)
 
 
-def test_ctrl_c_ends_only_the_answer_and_its_beginning_stays_in_the_conversation(
-    converse, model, tokenizer, monkeypatch
-):
+def test_ctrl_c_ends_only_the_answer_whose_beginning_stays(converse, model, tokenizer, monkeypatch):
     steps, step = [], Batch.step
 
     def interrupted(batch):
@@ -121,9 +117,7 @@ def test_ctrl_c_ends_only_the_answer_and_its_beginning_stays_in_the_conversation
     assert second == expected(model, tokenizer, turns("1 + 1", begun, "2 + 2"))
 
 
-def test_a_note_says_that_an_answer_filled_the_context_or_is_empty(
-    chat, converse, tokenizer, monkeypatch
-):
+def test_a_note_says_why_an_answer_is_cut_or_empty(chat, converse, tokenizer, monkeypatch):
     assert "is full" not in converse("1")[1]
     chat.max_new_tokens = None
     (_, answer), err = converse("/reset", "1")

@@ -145,9 +145,7 @@ def test_every_process_gets_its_own_random_state_and_loss_meter_back(run, of_thr
 
 
 @pytest.mark.parametrize("processes", [1, 6])
-def test_another_number_of_processes_keeps_the_loss_meter_and_says_that_dropout_differs(
-    run, of_three, capsys, processes
-):
+def test_more_or_fewer_processes_keep_the_meter_but_not_dropout(run, of_three, capsys, processes):
     torch.manual_seed(11)
     before = torch.get_rng_state()
     _, meter = load(run, 1, engine_of(processes))
@@ -239,9 +237,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(ru
     assert damage(run.checkpoint(3)) is None
 
 
-def test_only_the_main_process_knows_whether_a_save_failed_and_decides_what_is_best(
-    run, monkeypatch
-):
+def test_only_the_main_process_knows_if_a_save_failed_and_decides_what_is_best(run, monkeypatch):
     asked = []
     monkeypatch.setattr(
         checkpoint_writer, "on_main_process", lambda *how: asked.append(how) or True

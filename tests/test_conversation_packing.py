@@ -74,9 +74,7 @@ def split_indices(folder: Path) -> tuple[list[int], list[int]]:
     return train, val
 
 
-def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_file(
-    pack, tmp_path, monkeypatch
-):
+def test_every_conversation_is_stored_once_in_order_with_its_answers(pack, tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
     # A last question without an answer is not stored.
     longer = [[*turns, Turn("user", "And?")] for turns in CONVERSATIONS]

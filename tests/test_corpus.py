@@ -228,9 +228,7 @@ def test_a_zst_file_of_several_frames_with_a_wide_window_is_read_whole(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
-def test_a_missing_package_is_an_error_with_the_command_that_installs_it(
-    tmp_path, monkeypatch, name
-):
+def test_a_missing_package_is_an_error_with_the_command_to_install_it(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / name).write_bytes(b"anything")

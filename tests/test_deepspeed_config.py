@@ -268,9 +268,7 @@ OLD = """{
         ),
     ],
 )
-def test_a_value_in_the_place_of_a_section_is_refused_and_null_is_no_section(
-    config, tmp_path, name, value
-):
+def test_a_value_instead_of_a_section_is_refused_but_not_null(config, tmp_path, name, value):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(put(config, name, value)))
     assert f'"{name}" must be a section in braces' in error_of(read_config, str(path))

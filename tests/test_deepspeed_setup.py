@@ -31,9 +31,7 @@ def test_the_operations_that_a_configuration_needs_are_found(config, needed):
     assert needed_operations(config) == needed
 
 
-def test_compiling_an_operation_is_announced_and_a_failure_is_one_line(
-    monkeypatch, tmp_path, capsys
-):
+def test_compiling_an_operation_is_announced_and_failing_is_one_line(monkeypatch, tmp_path, capsys):
     from deepspeed.ops import op_builder
 
     def fail():

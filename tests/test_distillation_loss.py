@@ -88,9 +88,7 @@ def test_loss_and_gradient_equal_those_of_the_formula(kl, temperature, alpha):
         pytest.param("forward", torch.bfloat16, 8, True, marks=needs_compiler),
     ],
 )
-def test_chunks_compiled_or_not_give_the_loss_and_gradient_of_one_whole_batch(
-    monkeypatch, kl, dtype, tokens, compiled
-):
+def test_chunks_give_the_loss_and_gradient_of_one_batch(monkeypatch, kl, dtype, tokens, compiled):
     ours, theirs, targets = some_logits(1).to(dtype), some_logits(2).to(dtype), some_targets()
     whole, expected = with_gradient(ours, theirs, targets, kl=kl)
     monkeypatch.setattr(module, "CHUNK_LOGITS", tokens * VOCAB + 1)  # at most `tokens` per chunk

@@ -128,9 +128,7 @@ def test_largest_and_total_are_reduced_over_the_cpu_group(monkeypatch):
 
 
 @pytest.mark.parametrize(("args", "precision"), [(BF16, "bf16"), (FP32, "no")])
-def test_without_a_launcher_the_engine_is_one_process_in_the_precision_of_dtype(
-    accelerator, args, precision
-):
+def test_without_a_launcher_one_process_has_the_precision_of_dtype(accelerator, args, precision):
     type(accelerator.state)._reset_state(reset_partial_state=True)
     engine = build_engines([args])[0]
     assert engine.name.startswith("single process")

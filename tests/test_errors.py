@@ -108,9 +108,7 @@ def test_output_that_is_closed_or_full_leaves_no_traceback(output, lines, code, 
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_machines_first_rank_prints_its_error_at_once_and_the_other_ranks_wait(
-    capsys, monkeypatch
-):
+def test_a_machines_first_rank_prints_its_error_at_once_and_other_ranks_wait(capsys, monkeypatch):
     waited = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setattr(errors.signal, "signal", lambda *handler: waited.append(handler))

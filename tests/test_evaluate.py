@@ -117,9 +117,7 @@ def test_a_folder_of_text_is_scored_with_the_named_column(evaluate, tmp_path):
     assert result["metrics"]["loss"]["low"] is None  # too few documents for an interval
 
 
-def test_questions_are_scored_with_the_delimiter_or_the_chat_template(
-    evaluate, refused, run_folder, tmp_path
-):
+def test_questions_are_scored_with_delimiter_or_template(evaluate, refused, run_folder, tmp_path):
     path = write_lines(tmp_path / "q.jsonl", QUESTIONS)
     out, result = evaluate("--data", path)
     assert (result["task"], result["units"], result["truncated"]) == ("choice", 3, 1)
@@ -135,9 +133,7 @@ def test_questions_are_scored_with_the_delimiter_or_the_chat_template(
     assert "without the template" in refused("--data", path, "--delimiter", ":", run=chats)
 
 
-def test_prepared_conversations_and_their_source_file_give_the_same_loss(
-    evaluate, packed, tmp_path
-):
+def test_prepared_conversations_and_their_source_give_the_same_loss(evaluate, packed, tmp_path):
     path, out = write_lines(tmp_path / "chat.jsonl", CHATS), tmp_path / "out"
     flags = ["--conversations", path, "--tokenizer", packed / TOKENIZER_FILE, "--out", out]
     prepare_data.main([*map(str, flags), "--val_fraction", "0"])
@@ -150,9 +146,7 @@ def test_prepared_conversations_and_their_source_file_give_the_same_loss(
     assert "1 left out" in said
 
 
-def test_several_models_are_scored_on_the_same_first_documents(
-    evaluate, run_folder, corpus, tmp_path
-):
+def test_all_models_are_scored_on_the_same_first_documents(evaluate, run_folder, corpus, tmp_path):
     other = shutil.copytree(run_folder / "weights", tmp_path / "other")
     out, results = evaluate("--data", corpus, "--limit", 20, runs=(run_folder, other))
     names = [str(run_folder / "weights"), str(other)]

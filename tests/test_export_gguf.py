@@ -171,9 +171,7 @@ def test_rows_that_q8_0_cannot_store_and_tokenizers_other_than_bpe_are_refused(w
 
 @pytest.mark.parametrize(("kind", "value"), [("f16", 1e5), ("q8_0", 1e8)])
 @pytest.mark.filterwarnings("error")
-def test_a_weight_too_large_for_the_type_is_refused_and_leaves_no_file(
-    kind, value, weights, refusal
-):
+def test_a_weight_too_large_for_a_type_is_refused_and_leaves_no_file(kind, value, weights, refusal):
     folder = weights()
     model = load_portable(folder)
     model.layers[0].attention.wq.weight.data[0, 0] = value

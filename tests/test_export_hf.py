@@ -138,9 +138,7 @@ def test_a_chat_model_is_exported_with_the_chat_template(weights, exported, tmp_
         assert load_trained(str(tmp_path / name)).chats == (name == "chats")
 
 
-def test_an_export_that_transformers_saved_again_is_imported_with_its_tokenizer_model(
-    weights, exported, tmp_path, refusal, capsys
-):
+def test_an_export_saved_by_transformers_is_imported(weights, exported, tmp_path, refusal, capsys):
     chat, again = shutil.copytree(weights, tmp_path / "chat"), tmp_path / "again"
     (chat / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
     export_hf.main([str(chat), str(tmp_path / "hf")])
@@ -161,9 +159,7 @@ def test_an_export_that_transformers_saved_again_is_imported_with_its_tokenizer_
     assert not load_trained(str(tmp_path / "other")).chats
 
 
-def test_a_tokenizer_that_cannot_be_converted_is_refused_and_can_be_left_out(
-    weights, tmp_path, refusal
-):
+def test_a_tokenizer_that_cannot_be_converted_is_refused_or_left_out(weights, tmp_path, refusal):
     shutil.copytree(weights, tmp_path / "w")
     path = tmp_path / "w" / "tokenizer.model"
     model = ModelProto.FromString(path.read_bytes())

@@ -33,9 +33,7 @@ def test_auto_finds_the_newest_run_of_the_requested_program(run, tmp_path):
         find_run("auto", tmp_path / "none")
 
 
-def test_the_data_of_a_run_is_found_from_its_weights_and_checkpoints_too(
-    run, tmp_path, monkeypatch
-):
+def test_the_data_of_a_run_is_found_from_its_weights_and_checkpoints(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = tmp_path / "data"
     (run / "settings.json").write_text(json.dumps({"arguments": {"data": str(data)}}))

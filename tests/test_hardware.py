@@ -57,9 +57,7 @@ def test_text_is_generated_in_fp32_on_a_cpu_and_in_the_16_bit_type_of_a_gpu(monk
 
 
 @pytest.mark.parametrize(("bf16", "fp32", "emulates"), [(3, 2, True), (1, 2, False)])
-def test_a_cpu_emulates_bf16_if_its_fastest_bf16_product_is_slower_than_its_fastest_fp32_product(
-    monkeypatch, bf16, fp32, emulates
-):
+def test_a_cpu_emulates_bf16_if_its_best_bf16_product_is_slower(monkeypatch, bf16, fp32, emulates):
     times = {torch.bfloat16: [bf16, 9, 9, 9, 9], torch.float32: [99, fp32, 9, 9, 9]}
     monkeypatch.setattr(
         hardware.timeit, "repeat", lambda _, globals, **n: times[globals["x"].dtype]
@@ -172,9 +170,7 @@ def test_every_control_group_above_the_process_can_limit_its_memory(tmp_path, mo
         ({"LOCAL_WORLD_SIZE": "1", **ONE_THREAD}, {}, None),  # --deepspeed without a launcher
     ],
 )
-def test_processes_divide_the_cores_unless_the_user_sets_the_number_of_threads(
-    monkeypatch, environ, typed, used
-):
+def test_processes_divide_the_cores_unless_the_user_sets_threads(monkeypatch, environ, typed, used):
     """`typed` is the environment in which the user started the launcher."""
     monkeypatch.setattr(psutil.Process, "environ", lambda process: typed)
     launcher = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")

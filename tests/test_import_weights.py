@@ -95,9 +95,7 @@ def test_an_exported_model_is_imported_bit_for_bit(packed, tmp_path, changes):
     assert Path(back.tokenizer.path).read_bytes() == Path(trained.tokenizer.path).read_bytes()
 
 
-def test_minimind_experts_are_imported_but_an_export_of_shared_experts_is_refused(
-    packed, tmp_path, refusal
-):
+def test_minimind_experts_are_imported_but_shared_experts_not_exported(packed, tmp_path, refusal):
     source = write_weights(tmp_path / "w", packed, **EXPERTS)
     export_hf.main([str(source), str(tmp_path / "hf")])
     said = {"model_type": "minimind", "use_moe": True, "n_routed_experts": 3, "num_experts": None}
@@ -166,17 +164,13 @@ def test_llama_3s_rope_scaling_and_head_dim_are_imported_and_exported(packed, tm
         ({"tie_word_embeddings": True}, "ties the embeddings, but lm_head differs"),
     ],
 )
-def test_a_model_unlike_llama_or_unlike_its_config_is_refused(
-    llama, tmp_path, refusal, values, expected
-):
+def test_a_model_unlike_llama_or_its_config_is_refused(llama, tmp_path, refusal, values, expected):
     source = edited(llama, tmp_path / "other", **values)
     assert expected in refusal(import_weights, source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_a_tokenizer_is_taken_from_the_flag_or_from_the_source_folder(
-    weights, llama, tmp_path, refusal
-):
+def test_a_tokenizer_is_taken_from_the_flag_or_the_source_folder(weights, llama, tmp_path, refusal):
     named = str(weights / "tokenizer.model")
     import_weights.main([str(llama), str(tmp_path / "a"), "--tokenizer", named])
     source = shutil.copytree(llama, tmp_path / "llama")
@@ -233,9 +227,7 @@ def test_a_state_dict_is_read_even_inside_a_training_checkpoint(weights, state, 
     assert_same_weights(tmp_path / "out", weights)
 
 
-def test_settings_in_the_file_or_params_json_are_used_and_flags_that_differ_are_refused(
-    state, tmp_path, refusal
-):
+def test_settings_of_a_file_are_used_and_flags_that_differ_are_refused(state, tmp_path, refusal):
     said = {"n_heads": 6, "norm_eps": 1e-6, "dropout": 0.1}
     torch.save({"model": state, "model_args": said}, tmp_path / "m.pth")
     (tmp_path / "params.json").write_text('{"rope_theta": 500000.0, "dim": 48}')

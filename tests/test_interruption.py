@@ -51,9 +51,7 @@ def request_of(clock):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_requests_a_stop_and_a_later_signal_exits_at_once(
-    request_of, clock, exit_codes, number
-):
+def test_signals_request_a_stop_and_later_ones_exit_at_once(request_of, clock, exit_codes, number):
     stop = request_of()
     assert stop.reason() is None
     signal.raise_signal(number)
@@ -68,9 +66,7 @@ def test_a_signal_requests_a_stop_and_a_later_signal_exits_at_once(
     assert exit_codes == [128 + signal.SIGTERM]
 
 
-def test_a_later_interrupt_in_a_notebook_does_not_end_the_kernel(
-    request_of, clock, exit_codes, monkeypatch
-):
+def test_a_later_interrupt_ends_no_kernel_of_a_notebook(request_of, clock, exit_codes, monkeypatch):
     monkeypatch.setenv(interruption.LIVES_ON, "1")
     request_of()
     signal.raise_signal(signal.SIGINT)
@@ -134,9 +130,7 @@ def test_the_command_that_resumes_is_the_typed_command_with_resume_added(monkeyp
 
 
 @pytest.mark.parametrize(("error", "codes"), [(None, [0]), (SystemExit(2), [2]), (KeyError(), [])])
-def test_a_rank_exits_at_once_unless_a_traceback_must_be_printed(
-    monkeypatch, exit_codes, error, codes
-):
+def test_a_rank_exits_at_once_unless_it_prints_a_traceback(monkeypatch, exit_codes, error, codes):
     monkeypatch.setenv("RANK", "1")
     with suppress(SystemExit, KeyError):
         try:

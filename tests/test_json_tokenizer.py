@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers
 from conftest import REPOSITORY, error_of
@@ -70,15 +69,6 @@ def test_decoding_returns_the_text_exactly_and_the_name_of_a_marker_is_encoded_a
     assert ids == [tokenizer.bos_id, *tokenizer.encode("1 +")]
     assert 5 < len(next_ids) < 300
     assert all(tokenizer.decode([*one, i]).startswith("1 ") for i in next_ids)
-
-
-def test_streaming_random_ids_gives_the_text_of_decoding_them_all(tokenizer):
-    """Some characters are incomplete, or have a marker between their bytes."""
-    random = np.random.default_rng(0)
-    for _ in range(200):
-        ids = random.integers(0, tokenizer.vocab_size, size=12).tolist()
-        ids = [id for id in ids if id != tokenizer.eos_id]  # it would end the text
-        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 def test_a_copied_tokenizer_has_the_same_hash_in_any_folder(folder, packed, tmp_path):

@@ -155,9 +155,7 @@ def test_the_launchers_precision_counts_if_somebody_has_chosen_it(
     assert chosen_precision(words) == chosen
 
 
-def test_a_dynamo_backend_that_accelerate_does_not_pass_on_to_deepspeed_is_refused(
-    environ, tmp_path
-):
+def test_a_dynamo_backend_that_accelerate_does_not_give_to_deepspeed_is_refused(environ, tmp_path):
     path = tmp_path / "launch.yaml"
     path.write_text("distributed_type: DEEPSPEED\ndynamo_config: {dynamo_backend: EAGER}\n")
     for words in (["--use_deepspeed", "--dynamo_backend", "eager"], ["--config_file", str(path)]):

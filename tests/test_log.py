@@ -140,9 +140,7 @@ def feed(clock):
 
 
 @pytest.mark.parametrize(("first_step", "reported"), [(1, [1, 4, 8, 11]), (3, [4, 8, 11])])
-def test_the_first_the_last_and_every_log_interval_th_step_are_reported(
-    start, feed, tmp_path, first_step, reported
-):
+def test_first_last_and_every_nth_step_are_reported(start, feed, tmp_path, first_step, reported):
     """A resume's first step is reported only if it is the last or a multiple of log_interval."""
     log = start(log_interval=4, total_steps=11, first_step=first_step)
     for step in range(first_step, 12):
@@ -190,9 +188,7 @@ def test_a_log_line_has_loss_learning_rate_norm_speed_and_time_left(start, feed,
     assert (row["loss"], row["grad_norm"], row["skipped_steps"]) == (None, None, 1)
 
 
-def test_training_validation_and_profile_write_a_row_each(
-    start, feed, tmp_path, capsys, monkeypatch
-):
+def test_training_validation_and_profile_write_rows(start, feed, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(log_module, "peak_flops", lambda *device: 1e6)
     log = start()
     for step in (1, 2):
@@ -227,9 +223,7 @@ def test_a_full_disk_loses_no_row(start, feed, tmp_path, capsys):
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
-def test_a_tracker_that_fails_is_named_and_hides_no_row_from_the_others(
-    start, feed, tmp_path, capsys
-):
+def test_a_tracker_that_fails_is_named_and_hides_no_row_from_others(start, feed, tmp_path, capsys):
     log, written = start(), []
 
     def refuse(*args, **options):

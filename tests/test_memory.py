@@ -58,9 +58,7 @@ def workload(
         ("zero_infinity", "bfloat16", 4 / 4, 0, 18 / 4),
     ],
 )
-def test_the_state_of_each_engine_has_the_bytes_of_its_formula(
-    engine, dtype, per_parameter, in_ram, on_nvme
-):
+def test_the_bytes_of_each_state_equal_its_formula(engine, dtype, per_parameter, in_ram, on_nvme):
     work = workload(processes=4, dtype=dtype)
     found, n = estimate(KINDS[engine], work), work.shapes.num_parameters()
     assert found.held == pytest.approx(per_parameter * n, abs=1)

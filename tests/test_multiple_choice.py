@@ -66,9 +66,7 @@ class OneIdPerCharacter:
         ("xy", ["the c", "the d"], "", ["the c", "the d"]),
     ],
 )
-def test_the_context_is_the_common_beginning_of_question_and_choices(
-    question, choices, delimiter, scored
-):
+def test_the_context_is_the_common_beginning_of_all_choices(question, choices, delimiter, scored):
     encoded = encode_choices(OneIdPerCharacter(), question, choices, delimiter)
     assert ["".join(map(chr, ids[n_context:])) for ids, n_context in encoded] == scored
 

@@ -49,9 +49,7 @@ def stream(n: int, **settings) -> list[int]:
 @pytest.mark.parametrize(
     ("world_size", "batch_size", "accumulation"), [(1, 12, 1), (1, 3, 4), (2, 1, 6), (3, 2, 2)]
 )
-def test_global_batches_are_the_same_however_they_are_divided(
-    world_size, batch_size, accumulation, start
-):
+def test_global_batches_are_the_same_however_divided(world_size, batch_size, accumulation, start):
     steps, settings = 10, {"n_samples": 50, "seed": 9, "start": start}  # 2.4 epochs
     n = steps * accumulation
     same = settings | {"batch_size": batch_size, "world_size": world_size}

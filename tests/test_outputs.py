@@ -44,9 +44,7 @@ def write(accelerator, text, model, tmp_path):
     return write
 
 
-def test_each_sample_has_its_step_its_prompt_and_a_text_by_the_weights_of_that_step(
-    write, model, tmp_path, capsys
-):
+def test_each_sample_has_its_step_its_prompt_and_that_steps_text(write, model, tmp_path, capsys):
     write(2, sample_prompt="第1句")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -50,19 +50,6 @@ def test_the_parts_of_all_processes_make_whole_parameters(processes, gap):
         assert {partition.parts[i].split for partition in shares} == {holders > 1}
 
 
-def test_partitions_of_the_bf16_optimizer_of_zero_1_are_found_too():
-    group = parameters()
-    line = torch.cat([p.detach().flatten() for p in group])
-    line = torch.cat([line, torch.zeros(-len(line) % 3)])
-    for rank, mine in enumerate(line.chunk(3)):
-        zero = SimpleNamespace(fp32_groups_flat_partition=[mine], bf16_groups=[group])
-        (partition,) = partitions(zero, rank)
-        for part in partition.parts:
-            expected = part.parameter.detach().flatten()[part.in_parameter]
-            assert torch.equal(mine[part.in_partition], expected)
-        assert sum(part.numel for part in partition.parts) == len(mine) - 2 * (rank == 2)
-
-
 class Zero3:
     """Imitates DeepSpeed's ZeRO-3 optimizer: divides a group into two sub-groups. `calls` records
     the calls of methods that this class does not define."""

@@ -217,9 +217,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_a_wrong_argument_is_refused_in_one_line_and_changes_no_data(
-    workplace, packed, capfd, flags
-):
+def test_a_wrong_flag_is_refused_in_one_line_and_changes_no_data(workplace, packed, capfd, flags):
     Path("short.txt").write_text("abc")
     before = contents(".")
     words = flags.replace("MODEL", str(packed / "tokenizer.model")).split()

@@ -80,9 +80,7 @@ def test_each_phase_gets_its_seconds_and_the_phases_add_up_to_the_step(
         clock.now += 100  # between two steps
 
 
-def test_work_on_a_gpu_counts_in_the_phase_that_launched_it(
-    accelerator, tmp_path, clock, monkeypatch
-):
+def test_gpu_work_counts_in_the_phase_that_launched_it(accelerator, tmp_path, clock, monkeypatch):
     """A GPU works asynchronously, so the profiler waits for the GPU at the end of each phase."""
     waiting = []
 
@@ -103,9 +101,7 @@ def test_work_on_a_gpu_counts_in_the_phase_that_launched_it(
     assert seconds == expected()
 
 
-def test_a_line_names_the_trace_and_the_newest_traces_of_each_process_are_kept(
-    accelerator, tmp_path, clock
-):
+def test_a_line_names_the_trace_and_each_process_keeps_the_newest(accelerator, tmp_path, clock):
     for step in range(KEPT_TRACES + 1):
         (tmp_path / f"step-{step:08d}-rank0.json.gz").touch()
     (tmp_path / "step-00000000-rank1.json.gz").touch()

@@ -249,9 +249,7 @@ def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path,
 
 
 @pytest.mark.parametrize(("processes", "accumulation_steps"), [(2, 3), (3, 2)])
-def test_another_number_of_processes_keeps_the_global_batch(
-    tmp_path, processes, accumulation_steps
-):
+def test_other_numbers_of_processes_keep_the_global_batch(tmp_path, processes, accumulation_steps):
     start = saved_by(tmp_path, TrainingArguments(batch_size=4), processes=6)
     args = TrainingArguments(batch_size=4, accumulation_steps=1)
     expected = dataclasses.replace(args, accumulation_steps=accumulation_steps)

@@ -114,9 +114,7 @@ def test_cudnn_attention_is_off_if_sequences_differ_in_length(run_of, monkeypatc
     ("counts", "every_target_counts"),
     [(ALL, True), ([8, 1, 0, 3, 8, 2], False), ([0, 0, 0, 0, 0, 1], False)],
 )
-def test_every_target_of_a_step_weighs_the_same_in_any_micro_batch(
-    run_of, tmp_path, counts, every_target_counts
-):
+def test_every_target_of_a_step_weighs_the_same(run_of, tmp_path, counts, every_target_counts):
     run = run_of(counts, every_target_counts)
     batches = take(run, 1)
     accumulated = gradients(run)

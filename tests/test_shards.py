@@ -41,9 +41,7 @@ def test_a_new_shard_begins_after_the_document_that_reaches_the_limit(tmp_path):
     ("kind", "flag"),
     [("text", "--data"), ("conversations", "--tokenizer out/runs/NAME --conversations")],
 )
-def test_a_path_without_description_is_refused_with_the_command_that_prepares_data(
-    tmp_path, kind, flag
-):
+def test_a_path_without_data_is_refused_with_the_command_that_prepares_data(tmp_path, kind, flag):
     with pytest.raises(UsageError, match=rf"prepare_data {flag} FILE --out {tmp_path}"):
         read_description(tmp_path, kind)
     (tmp_path / "a.txt").touch()

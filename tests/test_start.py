@@ -215,9 +215,7 @@ def test_compiled_code_of_one_call_is_dropped_before_the_next():
     assert len(compiled) == 2
 
 
-def test_the_start_block_counts_one_pass_over_a_text_in_several_segmentations(
-    flags, corpus, tmp_path, capsys
-):
+def test_the_start_block_counts_one_segmentation_as_an_epoch(flags, corpus, tmp_path, capsys):
     data = pack(corpus, tmp_path / "data", val_fraction=0, segmentations=3)
     main(flags("a", "--data", str(data)))
     block = capsys.readouterr().out
@@ -226,9 +224,7 @@ def test_the_start_block_counts_one_pass_over_a_text_in_several_segmentations(
     assert f"steps: 2 ({2 * 8 / n:.2f} epochs)" in block
 
 
-def test_main_saves_and_returns_after_an_interrupt_and_prints_the_resume_command(
-    flags, tmp_path, capsys, monkeypatch
-):
+def test_an_interrupted_main_saves_and_says_how_to_resume(flags, tmp_path, capsys, monkeypatch):
     run, steps, clip = tmp_path / "a", [], Run.clip_gradients
 
     def interrupted(run: Run):

@@ -98,9 +98,7 @@ def test_logits_beyond_the_tokenizer_are_left_out(build, data, engine, packed, t
     assert torch.equal(build("float32", folder)(TOKENS), model(TOKENS).logits[..., :400])
 
 
-def test_a_teacher_with_a_shorter_context_or_another_tokenizer_is_refused(
-    weights, data, engine, packed, tmp_path
-):
+def test_a_teacher_that_does_not_fit_a_student_is_refused(weights, data, engine, packed, tmp_path):
     def refused(folder: Path, data: PackedDataset, **flags) -> str:
         with pytest.raises(UsageError) as error:
             find(folder, **flags).require_fit(data, engine)

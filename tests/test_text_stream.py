@@ -3,9 +3,10 @@
 import random
 
 import pytest
+from json_tokenizers import MARKERS, write_tokenizer
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, open_tokenizer
 from inference.generation import StreamedText
 from inference.sampling import Sampling
 
@@ -65,13 +66,19 @@ def test_a_character_is_delivered_when_it_is_complete_or_cannot_become_complete(
     assert streamed(tokenizer, [*ids[:2], *tokenizer.encode("sum")])[2].startswith(broken + "s")
 
 
-@pytest.mark.parametrize("which", ["tokenizer", "foreign"])
-def test_streaming_random_ids_gives_the_text_of_decoding_them_all(which, request):
-    tokenizer, draw = request.getfixturevalue(which), random.Random(0)
-    prompt = [1, *tokenizer.encode("sum x")]
+@pytest.mark.parametrize("which", ["tokenizer", "foreign", *MARKERS])
+def test_streaming_random_ids_gives_the_text_of_decoding_them_all(which, request, texts, tmp_path):
+    """Some characters are incomplete, or have a marker between their bytes."""
+    draw = random.Random(0)
+    if which in MARKERS:
+        tokenizer = open_tokenizer(write_tokenizer(tmp_path, which, texts))
+    else:
+        tokenizer = request.getfixturevalue(which)
+    prompt = [tokenizer.bos_id, *tokenizer.encode("sum x")]
     for _ in range(300):
-        ids = [draw.randrange(3, tokenizer.vocab_size) for _ in range(30)]
+        ids = [draw.randrange(tokenizer.vocab_size) for _ in range(30)]
         ids += [draw.randrange(3, 259) for _ in range(20)]  # bytes, mostly no valid characters
+        ids = [id for id in ids if id != tokenizer.eos_id]  # it would end the text
         whole = tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
         assert "".join(streamed(tokenizer, ids)) == whole
 

@@ -104,9 +104,7 @@ UNSUITABLE = {
 
 
 @pytest.mark.parametrize(("texts", "vocab_size"), UNSUITABLE.values(), ids=UNSUITABLE)
-def test_a_vocabulary_that_does_not_fit_is_refused_with_a_number_that_works(
-    tmp_path, texts, vocab_size
-):
+def test_an_unfit_vocabulary_is_refused_with_a_number_that_works(tmp_path, texts, vocab_size):
     path = tmp_path / "t"
     with pytest.raises(UsageError, match=f"{vocab_size}.*: pass --vocab_size") as error:
         train_tokenizer(texts, vocab_size, path)

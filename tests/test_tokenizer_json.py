@@ -131,9 +131,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_a_model_that_cannot_be_converted_exactly_is_refused_with_the_reason(
-    model, tmp_path, reason
-):
+def test_a_model_that_cannot_be_converted_exactly_is_refused_with_a_reason(model, tmp_path, reason):
     tokenizer = Tokenizer(path := changed(model, tmp_path / "t.model", lambda copy: None))
     changed(model, path, REFUSED[reason])  # SentencePiece would not open some of these
     with pytest.raises(UsageError, match=reason) as error:

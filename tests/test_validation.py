@@ -63,9 +63,7 @@ def test_ignored_targets_do_not_count_anywhere(accelerator, batch_size):
 
 
 @pytest.mark.parametrize("batch_size", [1, 64])
-def test_validation_without_ignored_targets_is_the_mean_over_samples_to_the_bit(
-    packed, accelerator, batch_size
-):
+def test_validation_is_the_mean_over_samples_to_the_bit(packed, accelerator, batch_size):
     """Validation switches dropout off and draws no random number."""
     dataset = PackedDataset(packed, "val", SEQ_LEN)
     torch.manual_seed(0)

@@ -75,9 +75,7 @@ def test_a_text_cancelled_while_it_waits_is_never_read(worker, ask, decoder, mon
 
 
 @pytest.mark.parametrize("where", ["read", "step"])
-def test_a_failure_ends_the_running_text_and_a_later_text_works(
-    worker, ask, decoder, monkeypatch, capsys, where
-):
+def test_a_failure_ends_only_the_running_text(worker, ask, decoder, monkeypatch, capsys, where):
     works = getattr(decoder, where)
 
     def fail(*_):

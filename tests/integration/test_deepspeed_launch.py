@@ -62,18 +62,14 @@ def test_deepspeeds_launcher_gives_the_losses_of_accelerate_launch(accelerate, d
     assert trained.column("loss") == accelerate["zero2"].column("loss")
 
 
-def test_deepspeeds_launcher_without_a_file_starts_ddp_and_names_the_flag_for_deepspeed(
-    accelerate, deepspeed
-):
+def test_deepspeeds_launcher_without_a_file_starts_ddp_and_names_the_flag(accelerate, deepspeed):
     trained = deepspeed()
     assert engine(trained).startswith("DDP, not DeepSpeed")
     assert "--deepspeed ds_config.json" in engine(trained)
     assert trained.column("loss") == accelerate["ddp"].column("loss")
 
 
-def test_torchrun_starts_deepspeed_with_the_losses_of_accelerate_launch(
-    accelerate, packed, tmp_path
-):
+def test_torchrun_and_deepspeed_give_the_losses_of_accelerate_launch(accelerate, packed, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc_per_node", "2", SCRIPT, "--deepspeed", "ds_config.json"]
     trained = train(torchrun, 2, packed, tmp_path / "run", FLAGS)
@@ -81,9 +77,7 @@ def test_torchrun_starts_deepspeed_with_the_losses_of_accelerate_launch(
     assert trained.column("loss") == accelerate["zero2"].column("loss")
 
 
-def test_a_zero3_file_of_another_project_gives_the_losses_of_the_same_settings_as_flags(
-    accelerate, deepspeed, tmp_path
-):
+def test_a_zero3_file_of_another_project_gives_the_losses_of_flags(accelerate, deepspeed, tmp_path):
     config = json.loads((FIXTURES / "hugging_face_zero3.json").read_text(encoding="utf-8"))
     config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's Adam needs a compiler
     params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 3}

@@ -170,17 +170,11 @@ def test_a_resumed_run_is_equal_to_the_bit(distil, tmp_path):
     whole = distil(pair, tmp_path / "whole", IN_BF16)
     path = whole.stopped_after(3, tmp_path / "stopped")
     resumed = distil(pair, path, f"{IN_BF16} --resume {path}")
-    measured = ("tokens_per_second", "step_seconds", "memory_gib")
-    assert resumed.rows() == [
-        row | {key: other[key] for key in measured}
-        for row, other in zip(whole.rows(), resumed.rows(), strict=True)
-    ]
+    assert resumed.repeatable() == whole.repeatable()
     assert resumed.ends_as(whole)
 
 
-def test_one_process_gives_the_losses_of_a_plain_loop_and_saves_the_student(
-    packed, expected, teacher, tmp_path
-):
+def test_one_process_equals_a_plain_loop_and_saves_the_student(packed, expected, teacher, tmp_path):
     """The process has micro-batches of 8 sequences."""
     flags = f"{FLAGS} --teacher {teacher} --batch_size {BATCH}"
     distilled = train([sys.executable, DISTIL], 1, packed, tmp_path / "run", flags)

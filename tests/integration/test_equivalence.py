@@ -253,9 +253,7 @@ def test_a_run_resumes_with_another_engine_and_number_of_processes(
         *(("muon", ZERO_2, "blocks"), ("experts", ZERO_2, "blocks")),
     ],
 )
-def test_a_run_resumed_with_recomputation_is_equal_to_the_bit(
-    how, name, what, runs, packed, tmp_path
-):
+def test_a_resume_with_recomputation_is_equal_to_the_bit(how, name, what, runs, packed, tmp_path):
     whole = runs(how, name)
     path = whole.stopped_after(6, tmp_path / "stopped")
     more = f" --gradient_checkpointing {what} --resume {path}"

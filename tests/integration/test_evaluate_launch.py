@@ -38,9 +38,7 @@ def result(launcher: list[str], source: Path, flags: list[str], path: Path) -> d
         ("text", 33, "--config_file configs/zero3_offload.yaml"),
     ],
 )
-def test_two_processes_give_the_numbers_of_one(
-    weights, packed, corpus, tmp_path, data, limit, launcher
-):
+def test_two_processes_score_like_one(weights, packed, corpus, tmp_path, data, limit, launcher):
     questions = tmp_path / "q.jsonl"
     questions.write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS), encoding="utf-8")
     path = {"packed": packed, "questions": questions, "text": corpus}[data]

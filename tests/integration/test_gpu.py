@@ -74,9 +74,7 @@ def test_the_rotation_on_a_gpu_is_that_of_double_precision(compiled, dtype):
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(8, 2), (4, 4), (1, 1)])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
-def test_fused_kernels_give_the_output_and_gradients_of_plain_fp32(
-    kernel, head_dim, n_heads, n_kv_heads
-):
+def test_fused_kernels_give_outputs_and_gradients_of_fp32(kernel, head_dim, n_heads, n_kv_heads):
     *qkv, gradient = heads(n_heads, n_kv_heads, head_dim)
     exact = [x.requires_grad_() for x in qkv]
     out = plain_attention(*exact, 0.0)

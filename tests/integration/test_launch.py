@@ -55,9 +55,7 @@ FILE = ["--deepspeed_config_file", "ds_config.json"]
         (["--multi_gpu", *TWO, *FILE], "DDP, not DeepSpeed.*--deepspeed ds_config.json"),
     ],
 )
-def test_the_start_block_names_the_engine_that_the_flags_of_the_launcher_select(
-    packed, tmp_path, flags, says
-):
+def test_the_start_block_names_the_engine_that_the_launcher_selects(packed, tmp_path, flags, says):
     """Method 2: `accelerate launch` without an Accelerate configuration file."""
     command = [*LAUNCH, *flags, "train_pretrain_accelerate.py"]
     trained = train(command, 2, packed, tmp_path / "run", "--max_steps 2")

@@ -77,9 +77,7 @@ def test_an_imported_model_continues_training_with_its_tokenizer(trained, import
         assert copied == (imported / "tokenizer.json").read_bytes()
 
 
-def test_the_exported_model_generates_the_same_text_in_transformers(
-    trained, hub_folder, tmp_path, capsys
-):
+def test_the_export_generates_the_same_text_in_transformers(trained, hub_folder, tmp_path, capsys):
     out = tmp_path / "hf"
     export_hf.main([str(trained.path), str(out)])
     capsys.readouterr()

@@ -61,10 +61,7 @@ class Trainer:
         return (self.out / f"{name}.log").read_text()
 
     def rows(self, name: str) -> list[dict]:
-        """Return the rows of metrics.jsonl without the columns that differ between equal runs."""
-        timed = ("tokens_per_second", "step_seconds", "memory_gib", "mfu")
-        lines = (self.out / name / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(x).items() if k not in timed} for x in lines]
+        return Trained(self.out / name, "").repeatable()
 
 
 def ranks(launcher: WarmProcess) -> list[psutil.Process]:

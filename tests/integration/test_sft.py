@@ -105,9 +105,7 @@ def reference(base, data, tmp_path_factory):
         ("ZeRO-2 2 x 1 x 4 accumulation", MUON),
     ],
 )
-def test_every_token_of_an_answer_weighs_the_same_on_every_engine(
-    sft, reference, tmp_path, name, more
-):
+def test_tokens_of_answers_weigh_the_same_on_every_engine(sft, reference, tmp_path, name, more):
     """Losses and gradient norms equal those of one micro-batch, also with adapters only."""
     expected = reference(more)
     engine, processes, batch_size, accumulation = SPLITS[name]
@@ -130,9 +128,7 @@ LORA_AND_OTHERS = " --lora_dim 4 --lora_alpha 32 --dtype bfloat16"
     ("engine", "processes", "more"),
     [("plain", 1, ""), ("zero2", 2, LORA), ("configs/zero3.yaml", 2, LORA_AND_OTHERS)],
 )
-def test_a_resumed_run_is_equal_to_the_bit_after_its_base_was_deleted(
-    sft, base, tmp_path, engine, processes, more
-):
+def test_a_run_resumes_to_the_bit_without_its_source(sft, base, tmp_path, engine, processes, more):
     start = Path(shutil.copytree(base.path, tmp_path / "base"))
     flags = f"--max_steps 6 --save_interval 3 --batch_size {8 // processes} --resume auto{more}"
     whole = sft(engine, processes, tmp_path / "whole", flags, start)

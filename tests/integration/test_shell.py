@@ -55,9 +55,7 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
         (["No devices were found"], "0", False),  # nvidia-smi fails, and prints this
     ],
 )
-def test_a_gpu_that_the_pinned_pytorch_cannot_use_is_refused_before_an_installation(
-    clone, tmp_path, gpus, visible, refused
-):
+def test_an_unusable_gpu_is_refused_before_an_installation(clone, tmp_path, gpus, visible, refused):
     smi, python = tmp_path / "nvidia-smi", tmp_path / "python"
     known = "[ $1 = --query-gpu=driver_version ]" if gpus[:1] == ["470.82.01"] else "true"
     lines = [f"{known} || exit 2", *(f"echo '{gpu}'" for gpu in gpus)]
@@ -134,9 +132,7 @@ def stopped(typed: list[str], clone: Path, log: Path, **environ: str) -> str:
     return said
 
 
-def test_sft_starts_from_the_pretrained_run_and_a_signal_makes_it_print_how_to_go_on(
-    clone, pretrained, tmp_path
-):
+def test_sft_starts_from_pretraining_and_a_signal_prints_how_to_go_on(clone, pretrained, tmp_path):
     chat = tmp_path / "chat.jsonl"
     rows = [{"prompt": f"{i}?", "response": "very little"} for i in range(40)]
     chat.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")

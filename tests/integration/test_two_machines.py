@@ -75,9 +75,7 @@ def start(machines, packed, tmp_path):
 
 
 @pytest.mark.variant  # of the next test, and of the test of a dead rank in test_reliability.py
-def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
-    machines, start, packed, tmp_path
-):
+def test_a_run_outlasts_a_network_cut_and_resumes_after_a_death(machines, start, packed, tmp_path):
     """The losses are those of one machine with the same number of processes."""
     run = tmp_path / "run"
     here, there = start("--max_steps 1000000 --save_interval 5")
@@ -114,9 +112,7 @@ def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
     assert one.ends_as(Trained(run, ""), ("weights",))
 
 
-def test_a_slurm_job_prepares_data_once_and_saves_when_one_machine_gets_a_signal(
-    machines, tmp_path
-):
+def test_a_slurm_job_prepares_data_once_and_saves_if_one_machine_gets_a_signal(machines, tmp_path):
     """The test writes an srun that starts the command on each machine, as SLURM's srun does."""
     (tmp_path / "clone").mkdir()
     clone = copy_repository(tmp_path / "clone")
@@ -230,9 +226,7 @@ def test_other_data_and_flags_on_one_machine_are_one_error_line_on_both(both, da
     assert ", data " in line
 
 
-def test_a_run_folder_that_one_machine_cannot_see_allows_a_new_run_but_no_resume(
-    both, data, tmp_path, machines
-):
+def test_a_folder_that_one_machine_lacks_allows_a_run_but_no_resume(both, data, tmp_path, machines):
     (tmp_path / "runs").mkdir()
     machines[1].hide(tmp_path / "runs")
     codes, said = both("--max_steps 2 --run_name run")
