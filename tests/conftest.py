@@ -156,6 +156,14 @@ def accelerator():
     GradientState._reset_state()
 
 
+@pytest.fixture
+def engine(accelerator):
+    """The engine of a single process."""
+    from engine.engine import Engine
+
+    return Engine(accelerator, "single process", deepspeed=None)
+
+
 class Clock:
     """Replaces the module `time`. Only the tests change its time."""
 
@@ -217,6 +225,11 @@ class Finished:
 
     code: int
     out: str  # stdout and stderr
+
+    def worked(self) -> str:
+        """Return the output of a program that has ended with code 0."""
+        assert self.code == 0, self.out
+        return self.out
 
     def error(self, program: str = "train_pretrain_accelerate.py") -> str:
         """Return the error line of a program that refused to start."""
@@ -421,9 +434,8 @@ def train(
     engine, processes: int, data: Path, path: Path, flags: str, start=run_warm, **environ: str
 ) -> Trained:
     """Run `train_command` and return the run. With `start=run`, nothing runs in a warm fork."""
-    ended = start(train_command(engine, processes, data, path, flags), **environ)
-    assert ended.code == 0, ended.out
-    return Trained(path, ended.out)
+    command = train_command(engine, processes, data, path, flags)
+    return Trained(path, start(command, **environ).worked())
 
 
 @pytest.fixture(scope="module")

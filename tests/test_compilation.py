@@ -19,11 +19,6 @@ needs_compiler = pytest.mark.skipif(
 LONG, SHORT = WORTH_FLOPS["cpu"], WORTH_FLOPS["cpu"] / 2
 
 
-@pytest.fixture
-def engine(accelerator) -> Engine:
-    return Engine(accelerator, "single process", None)
-
-
 @pytest.fixture(params=[None])
 def reason(request, monkeypatch) -> None:
     """Sets the reason why compiling does not work; None: it works."""

@@ -262,10 +262,8 @@ OLD = """{
     ("name", "value"),
     [
         *(("aio", True), ("optimizer", "AdamW"), ("optimizer.params", [])),
-        *(
-            ("zero_optimization.offload_optimizer", "cpu"),
-            ("zero_optimization.offload_param", True),
-        ),
+        ("zero_optimization.offload_optimizer", "cpu"),
+        ("zero_optimization.offload_param", True),
     ],
 )
 def test_a_value_instead_of_a_section_is_refused_but_not_null(config, tmp_path, name, value):

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from small_model import save_model
 from test_tokenizer import NASTY
+from test_transformer import transformer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, encode_conversation
 from data.conversations import Turn
 from formats.portable import load_portable, save_portable
-from model import LMConfig, Transformer
 from scripts import export_hf, import_weights
 from storage.weights import load_trained
 
@@ -26,13 +26,7 @@ SHAPE = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "max_seq_len":
 
 def write_weights(folder: Path, packed: Path, **changes) -> Path:
     """Write portable weights and the tokenizer. The weights are scaled so that logits vary."""
-    torch.manual_seed(0)
-    model = Transformer(LMConfig(vocab_size=VOCAB_SIZE, **SHAPE | changes))
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.data.uniform_(0.5, 1.5)
-        else:
-            parameter.data.mul_(5)
+    model = transformer(vocab_size=VOCAB_SIZE, hidden_dim=None, **SHAPE | changes)
     return save_model(folder, model, packed)
 
 

@@ -65,10 +65,8 @@ def test_the_ram_of_an_engine_that_offloads_is_named_and_must_be_there(capsys):
         ("--gpu_memory 8 --ram 0", "--ram, --mfu and --tokens must be above 0"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(capsys, flags, named):
-    with pytest.raises(SystemExit, match="2"):
-        plan.main(flags.split())
-    assert named in capsys.readouterr().err
+def test_flags_that_cannot_work_are_refused(refusal, flags, named):
+    assert named in refusal(plan, *flags.split())
 
 
 def test_hours_are_unknown_for_an_unknown_device_and_tokens_may_be_given(capsys):

@@ -3,17 +3,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_transformer import transformer
 
 from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_portable, load_weights, save_portable
-from model import ConfigError, LMConfig, Transformer
+from model import ConfigError, Transformer
 
 TOKENS = torch.arange(1, 9)[None]
-
-
-def transformer(**changes) -> Transformer:
-    torch.manual_seed(0)
-    shape = {"dim": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 20, "max_seq_len": 8}
-    return Transformer(LMConfig(**shape | changes)).eval()
 
 
 def weights_of(model: Transformer) -> dict[str, torch.Tensor]:
@@ -54,8 +49,8 @@ K, NORM = "layers.1.attention.wk.weight", "norm.weight"
         (lambda w: {n: w[n] for n in w if n != K}, r"layers\.1\.attention\.wk\.weight is missing"),
         (lambda w: w | {"layers.2.x": torch.ones(2)}, r"layers\.2\.x is not in this model"),
         (lambda w: w | {NORM: torch.ones(17)}, r"norm.weight has shape \(17,\), the model needs"),
-        (lambda w: w | {NORM: torch.ones(16) / 0}, "norm.weight contains NaN or infinity"),
-        (lambda w: w | {NORM: torch.ones(16).to(torch.int8)}, "or is not floating point"),
+        (lambda w: w | {NORM: torch.ones(32) / 0}, "norm.weight contains NaN or infinity"),
+        (lambda w: w | {NORM: torch.ones(32).to(torch.int8)}, "or is not floating point"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(saved, change, message):

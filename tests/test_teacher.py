@@ -9,7 +9,6 @@ from transformers import LlamaForCausalLM
 
 from common.errors import UsageError
 from data.dataset import PackedDataset
-from engine.engine import Engine
 from formats.import_weights import import_weights
 from model import ConfigError
 from storage.weights import WeightsFolder
@@ -32,11 +31,6 @@ def data(packed) -> PackedDataset:
 
 def find(teacher: Path | str, **flags) -> TeacherWeights:
     return TeacherWeights.find(DistillationArguments(teacher=str(teacher), **flags))
-
-
-@pytest.fixture
-def engine(accelerator) -> Engine:
-    return Engine(accelerator, "single process", deepspeed=None)
 
 
 @pytest.fixture

@@ -115,9 +115,8 @@ def test_the_debuggers_launch_json_trains_one_deepspeed_process(packed, tmp_path
     assert program == REPOSITORY / SCRIPT
     assert configuration["cwd"] == "${workspaceFolder}"
     where = ["--data", str(packed), "--out_dir", str(tmp_path), "--run_name", "run", *TINY]
-    ended = run_warm([sys.executable, str(program), *configuration["args"], *where])
-    assert ended.code == 0, ended.out
-    trained = Trained(tmp_path / "run", ended.out)
+    said = run_warm([sys.executable, str(program), *configuration["args"], *where]).worked()
+    trained = Trained(tmp_path / "run", said)
     assert engine(trained) == "DeepSpeed ZeRO-2"
     assert "processes: 1 (gloo)" in trained.out
     assert len(trained.column("loss")) == 2

@@ -44,9 +44,7 @@ def trained(packed, tmp_path_factory) -> Trained:
 
 
 def said(launcher: list[str], *command: str) -> str:
-    ended = run_warm([*launcher, *command], PYTHONPATH=str(REPOSITORY))
-    assert ended.code == 0, ended.out
-    return ended.out
+    return run_warm([*launcher, *command], PYTHONPATH=str(REPOSITORY)).worked()
 
 
 def test_divided_and_whole_weights_generate_the_same_texts(trained):

@@ -7,8 +7,6 @@ from ctypes.util import find_library
 import pytest
 from conftest import REPOSITORY, Trained, train
 
-from formats.portable import load_portable
-
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
@@ -74,8 +72,6 @@ def test_the_six_engines_write_the_same_samples(relay, whole):
     lines = (relay[-1].path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(RELAY) + 1))
     assert lines == (whole.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    for run in (relay[-1], whole):
-        assert load_portable(run.path / "weights").num_parameters() > 0
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "configs/zero3.yaml"])

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,14 +151,8 @@ def start(how: str, name: str, packed: Path, path: Path, more: str = "") -> Trai
 @pytest.fixture(scope="module")
 def runs(packed, tmp_path_factory):
     """Returns the run of `how` and `name`. Only the first call launches it."""
-    out_dir, done = tmp_path_factory.mktemp("runs"), {}
-
-    def get(how: str, name: str) -> Trained:
-        if (how, name) not in done:
-            done[how, name] = start(how, name, packed, out_dir / f"run-{len(done)}")
-        return done[how, name]
-
-    return get
+    out_dir = tmp_path_factory.mktemp("runs")
+    return cache(lambda how, name: start(how, name, packed, out_dir / f"{how} {name}"))
 
 
 def largest_difference(a: dict, b: dict) -> float:

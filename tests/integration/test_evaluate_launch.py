@@ -24,10 +24,9 @@ def weights(packed, tmp_path_factory) -> Path:
 def result(launcher: list[str], source: Path, flags: list[str], path: Path) -> dict:
     """Run scripts.evaluate. Return what its --json file holds, and under "out" what it printed."""
     command = [*launcher, "-m", "scripts.evaluate", str(source), "--batch_size", "8", *flags]
-    ended = run_warm([*command, "--json", str(path)])
-    assert ended.code == 0, ended.out
-    assert ended.out.count("interval:") == 1  # only one process prints the result
-    return json.loads(path.read_text(encoding="utf-8")) | {"out": ended.out}
+    out = run_warm([*command, "--json", str(path)]).worked()
+    assert out.count("interval:") == 1  # only one process prints the result
+    return json.loads(path.read_text(encoding="utf-8")) | {"out": out}
 
 
 @pytest.mark.parametrize(

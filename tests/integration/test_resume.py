@@ -2,6 +2,7 @@
 
 import shutil
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,8 @@ def start(name: str, packed: Path, path: Path, more: str = "") -> Trained:
 @pytest.fixture(scope="module")
 def whole(packed, tmp_path_factory):
     """Returns a run of ENGINES[name] without a stop. The first call for a name launches the run."""
-    out_dir, done = tmp_path_factory.mktemp("whole"), {}
-
-    def get(name: str) -> Trained:
-        if name not in done:
-            done[name] = start(name, packed, out_dir / name)
-        return done[name]
-
-    return get
+    out_dir = tmp_path_factory.mktemp("whole")
+    return cache(lambda name: start(name, packed, out_dir / name))
 
 
 @pytest.mark.parametrize(

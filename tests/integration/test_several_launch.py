@@ -50,9 +50,7 @@ def done(packed, tmp_path_factory) -> Path:
 
     def said_by(script: str, *flags: str) -> str:
         launch = launch_command("ddp", 2)[:-1]  # a model's "deepspeed" replaces DDP
-        ended = run_warm([*launch, script, *flags, *SHARED, "--data", str(packed)])
-        assert ended.code == 0, ended.out
-        return ended.out
+        return run_warm([*launch, script, *flags, *SHARED, "--data", str(packed)]).worked()
 
     said = {}
     for engine, models in MODELS.items():

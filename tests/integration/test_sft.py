@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import ChainMap
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -85,14 +86,12 @@ MUON = f"{ADAPTERS} --optimizer muon"
 @pytest.fixture(scope="module")
 def reference(base, data, tmp_path_factory):
     """Returns the run with the flags `more` and one micro-batch per step; launches it only once."""
-    out_dir, done = tmp_path_factory.mktemp("reference"), {}
+    out_dir = tmp_path_factory.mktemp("reference")
 
+    @cache
     def get(more: str) -> Trained:
-        if more not in done:
-            flags = f"{FLAGS} --init_from {base.path} --max_steps 6 --batch_size 8 {more}"
-            path = out_dir / f"run-{len(done)}"
-            done[more] = train(sft_command("plain", 1), 1, data, path, flags)
-        return done[more]
+        flags = f"{FLAGS} --init_from {base.path} --max_steps 6 --batch_size 8 {more}"
+        return train(sft_command("plain", 1), 1, data, out_dir / f"run {more}", flags)
 
     return get
 

@@ -36,8 +36,7 @@ def test_a_forked_program_sees_what_a_fresh_interpreter_sees(engine, tmp_path):
         search = f"{script.parent}{os.pathsep}{REPOSITORY}"
         more = {"FACTS_TO": f"{tmp_path}/{start.__name__}-", "PYTHONPATH": search, "OTHER": "x y"}
         command = [*launch_command(engine, 2)[:-1], str(script), "a b", "--flag", ""]
-        ended = start(command, **more)
-        assert ended.code == 0, ended.out
+        start(command, **more).worked()
         files = sorted(tmp_path.glob(f"{start.__name__}-*"))
         all_facts.append([json.loads(file.read_text()) for file in files])
         for facts in all_facts[-1]:
