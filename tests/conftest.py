@@ -176,6 +176,13 @@ class Clock:
 
 
 @pytest.fixture
+def clock(request, monkeypatch) -> Clock:
+    """Replaces `time` in the module that the test's file names as TIMED."""
+    monkeypatch.setattr(request.module.TIMED, "time", Clock())
+    return request.module.TIMED.time
+
+
+@pytest.fixture
 def small_disk(tmp_path):
     """Mounts a file system of the given size; skips the test where mounting is not allowed."""
     folder = tmp_path / "disk"

@@ -4,12 +4,7 @@ import pytest
 
 from common.errors import UsageError
 from engine import agreement
-from engine.agreement import (
-    on_each_machine,
-    on_every_process,
-    on_main_process,
-    require_the_same,
-)
+from engine.agreement import on_each_machine, on_every_process, on_main_process, require_the_same
 from engine.engine import Engine
 from model import ConfigError
 

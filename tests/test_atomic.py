@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import error_of
 
 from common.atomic import new_folder, one_at_a_time, remove, whole_file, whole_folder, write_whole
-from common.errors import UsageError
 
 
 def write_file(path: Path, text: str, error: type[BaseException] | None = None) -> None:
@@ -138,16 +138,14 @@ def test_only_an_empty_folder_or_one_of_the_same_kind_is_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     new(tmp_path / "out")
     (tmp_path / "out" / "more").touch()
-    with pytest.raises(UsageError, match="exists: pass --overwrite to replace it"):
-        new(tmp_path / "out")
+    assert "exists: pass --overwrite to replace it" in error_of(new, tmp_path / "out")
     assert names(tmp_path / "out") == ["mine", "more"]
     new(tmp_path / "out", overwrite=True)
     assert names(tmp_path / "out") == ["mine"]
     folder_of(tmp_path / "other", "of a person")
     (tmp_path / "text").write_text("of a person")
     for name in ("other", "text", "other/.."):
-        with pytest.raises(UsageError, match="exists and is no heap"):
-            new(tmp_path / name, overwrite=True)
+        assert "exists and is no heap" in error_of(new, tmp_path / name, overwrite=True)
         assert text_of(tmp_path / "other") == "of a person"
 
 

@@ -6,15 +6,11 @@ import re
 import numpy as np
 import pytest
 import torch
+from conftest import error_of
 from test_dataset import make_folder
 
 from common.errors import UsageError
-from data.dataset import (
-    ConversationSet,
-    NothingFitsError,
-    PackedDataset,
-    padded_length,
-)
+from data.dataset import ConversationSet, NothingFitsError, PackedDataset, padded_length
 from data.shards import ShardWriter, token_dtype
 from model import IGNORE_INDEX
 
@@ -100,10 +96,8 @@ def test_data_without_an_answer_within_the_context_are_refused(tmp_path):
 def test_data_of_the_other_kind_is_refused(tmp_path):
     chats = make_set(tmp_path / "c", many())
     text = make_folder(tmp_path / "t", [np.arange(40)], VOCAB_SIZE)
-    with pytest.raises(UsageError, match=f"{chats} holds conversations"):
-        PackedDataset(chats, "train", 8)
-    with pytest.raises(UsageError, match=f"{text} holds text"):
-        ConversationSet(text, "train", 8)
+    assert f"{chats} holds conversations" in error_of(PackedDataset, chats, "train", 8)
+    assert f"{text} holds text" in error_of(ConversationSet, text, "train", 8)
 
 
 def test_the_identity_depends_on_tokens_and_answers(tmp_path):

@@ -228,14 +228,11 @@ def test_tables_and_files_without_conversations_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"no column 'conversations' or 'messages'.*it has 'text'"):
         read(tmp_path)
     pq.write_table(pa.table({"messages": [DICTS, None]}), path)
-    with pytest.raises(UsageError, match=r"a\.parquet, row 2: no conversation"):
-        read(tmp_path)
+    assert "a.parquet, row 2: no conversation" in error_of(read, tmp_path)
     pq.write_table(pa.table({"messages": [DICTS], "tools": ["[{}]"]}), path)
-    with pytest.raises(UsageError, match=r'a\.parquet, row 1: "tools" is not understood'):
-        read(tmp_path)
+    assert 'a.parquet, row 1: "tools" is not understood' in error_of(read, tmp_path)
     path.rename(tmp_path / "a.txt")
-    with pytest.raises(UsageError, match=r"\.jsonl\.zst, \.parquet"):
-        read(tmp_path)
+    assert ".jsonl.zst, .parquet" in error_of(read, tmp_path)
 
 
 SOURCE = """

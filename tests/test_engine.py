@@ -143,8 +143,7 @@ def test_without_a_launcher_one_process_has_the_precision_of_dtype(accelerator, 
 )
 def test_a_launchers_flag_that_contradicts_its_file_or_grad_clip_is_refused(environ, flag, value):
     environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS, f"ACCELERATE_{flag}": value}
-    with pytest.raises(UsageError, match=f"{value}, but"):
-        deepspeed_plugin(TrainingArguments(grad_clip=0.7))
+    assert f"{value}, but" in error_of(deepspeed_plugin, TrainingArguments(grad_clip=0.7))
 
 
 def test_keys_of_a_yaml_that_accelerate_refuses_beside_a_file_are_named(environ):
@@ -189,8 +188,7 @@ def test_the_deepspeed_flag_is_refused_only_if_the_launcher_names_another_file(e
 
 def test_a_model_that_names_no_deepspeed_file_uses_the_launchers_file(environ):
     models = TrainingArguments(deepspeed=str(REPOSITORY / "configs/zero3.json")), BF16
-    with pytest.raises(UsageError, match="all models or none"):
-        set_launch_variables(*models)
+    assert "all models or none" in error_of(set_launch_variables, *models)
     environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
     environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
     set_launch_variables(*models)

@@ -7,24 +7,13 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import Clock
 
 from common.launcher import LAUNCHER_ENDED
 from engine.engine import Engine, exit_rank
 from training import interruption
-from training.interruption import (
-    SIGNALS,
-    StopRequest,
-    end_stopped,
-    how_to_resume,
-    python,
-)
+from training.interruption import SIGNALS, StopRequest, end_stopped, how_to_resume, python
 
-
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    monkeypatch.setattr(interruption, "time", Clock())
-    return interruption.time
+TIMED = interruption  # `clock` replaces its time
 
 
 @pytest.fixture

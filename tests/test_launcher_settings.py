@@ -9,11 +9,7 @@ import yaml
 from common.errors import UsageError
 from engine import launcher_settings
 from engine.engine import set_launch_variables
-from engine.launcher_settings import (
-    chosen_precision,
-    reading_notes,
-    with_launcher_settings,
-)
+from engine.launcher_settings import chosen_precision, reading_notes, with_launcher_settings
 from training.arguments import TrainingArguments
 
 DEFAULT_FILE = "accelerate.commands.config.config_args.default_config_file"

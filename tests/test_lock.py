@@ -52,8 +52,7 @@ def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path, accelerator):
     lock(tmp_path / "new" / "one" / "lock")
     with pytest.raises(UsageError, match=r'one is in use by .* use another "nvme_path"'):
         set_up_deepspeed(Engine(accelerator, "ZeRO-3", {"zero_optimization": zero}))
-    with pytest.raises(UsageError, match="lock cannot be used: "):
-        lock(tmp_path / "new" / "one" / "lock" / "lock")
+    assert "lock cannot be used: " in error_of(lock, tmp_path / "new" / "one" / "lock" / "lock")
 
 
 @pytest.mark.parametrize("resume", ["auto", "PATH", None])
@@ -73,8 +72,7 @@ def test_a_run_is_locked_before_its_checkpoint_is_chosen(tmp_path, monkeypatch, 
     monkeypatch.setattr("training.resume.claim", last_save)
     args = TrainingArguments(out_dir=str(tmp_path), run_name="run", resume=resume)
     if resume is None:
-        with pytest.raises(UsageError, match="holds a run: pass --resume auto"):
-            find_starting_point(args, claims=True)
+        assert "holds a run: pass --resume auto" in error_of(find_starting_point, args, claims=True)
     else:
         assert find_starting_point(args, claims=True).checkpoint == run.checkpoint(2)
 
@@ -86,5 +84,4 @@ def test_a_run_that_is_only_looked_at_is_not_locked(tmp_path):
     assert not run.lock.exists()
     for _ in range(2):  # a program that trains several models has already locked them
         find_starting_point(args, claims=True)
-    with pytest.raises(UsageError, match="in use by process"):
-        lock(run.lock)
+    assert "in use by process" in error_of(lock, run.lock)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Clock
 
 from model import LMConfig
 from storage.folder import RunFolder
@@ -88,10 +87,7 @@ def test_a_resumed_meter_gives_the_same_means_without_the_unfinished_step():
     assert resumed.take() == meter.take()
 
 
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    monkeypatch.setattr(log_module, "time", Clock())
-    return log_module.time
+TIMED = log_module  # `clock` replaces its time
 
 
 @pytest.fixture

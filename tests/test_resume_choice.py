@@ -84,8 +84,7 @@ def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path):
     lock(start.folder.lock)
     set_aside(start)
     assert [path.name for path in start.folder.path.iterdir()] == ["lock"]
-    with pytest.raises(UsageError, match="in use by process"):
-        lock(start.folder.lock)
+    assert "in use by process" in error_of(lock, start.folder.lock)
 
 
 def test_a_run_of_another_program_is_refused(tmp_path):

@@ -55,8 +55,7 @@ def test_each_gpu_gets_a_process_unless_a_number_is_set(environ, gpus, processes
 
 @pytest.mark.parametrize("environ", [{"NUM_PROCESSES": "0"}, TWO_MACHINES | {"NUM_PROCESSES": "3"}])
 def test_a_number_of_processes_that_is_no_positive_multiple_of_the_machines_is_refused(environ):
-    with pytest.raises(UsageError, match="positive multiple of NUM_MACHINES"):
-        ShellVariables(environ, []).processes(1)
+    assert "positive multiple of NUM_MACHINES" in error_of(ShellVariables(environ, []).processes, 1)
 
 
 def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
