@@ -387,6 +387,15 @@ class Trained:
     path: Path
     out: str  # what the run printed, or empty
 
+    def said(self, fact: str) -> str:
+        """Return the value of a line in the start block, the summary that a run prints first."""
+        return re.search(rf"^ *{fact}: (.*)$", self.out, re.MULTILINE)[1]
+
+    def samples(self) -> list[dict]:
+        """Return the rows of samples.jsonl."""
+        lines = (self.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
     def rows(self, key: str = "loss") -> list[dict]:
         """Return the rows of metrics.jsonl that have this key."""
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -76,9 +76,7 @@ def value(result: dict, name: str) -> float:
 
 
 @pytest.mark.parametrize("limit", [0, 7])
-def test_without_data_the_validation_split_of_the_run_is_scored(
-    evaluate, accelerator, packed, run_folder, limit
-):
+def test_the_validation_split_is_the_default_data(evaluate, accelerator, packed, run_folder, limit):
     dataset = PackedDataset(packed, "val", SEQ_LEN)
     loader = validation_loader(dataset, 8, limit, accelerator)
     model = opinionated(VOCAB_SIZE, SEQ_LEN)

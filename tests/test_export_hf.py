@@ -165,9 +165,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_or_left_out(weights, tm
     assert logits_of(tmp_path / "hf").shape == (2, 40, VOCAB_SIZE)
 
 
-def test_a_wrong_argument_is_refused_in_one_line_and_leaves_nothing(
-    weights, exported, tmp_path, refusal
-):
+def test_a_wrong_run_is_refused_in_a_line_and_leaves_nothing(weights, exported, tmp_path, refusal):
     bare = shutil.copytree(weights, tmp_path / "bare")
     (bare / "tokenizer.model").unlink()
     mistakes = {

@@ -243,9 +243,7 @@ def bytes_for(batch_size: int, processes: int = 3) -> int:
 @pytest.mark.parametrize(
     ("wanted", "missing_bytes", "rows"), [(768, 0, 768), (768, 2, 767), (10**4, 0, 1024)]
 )
-def test_on_a_gpu_the_micro_batch_fits_and_has_at_most_32768_tokens(
-    flags, monkeypatch, wanted, missing_bytes, rows
-):
+def test_a_micro_batch_fits_up_to_32768_tokens(flags, monkeypatch, wanted, missing_bytes, rows):
     free = bytes_for(wanted) - missing_bytes
     free = [free + GIB, free, free + GIB, 0]  # the last GPU is not used
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))

@@ -10,13 +10,6 @@ from data.tokenizer_training import train_tokenizer
 MANY_CHINESE = ["".join(map(chr, range(0x4E00 + i, 0x4E00 + i + 40))) for i in range(0, 4000, 40)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(texts, tmp_path_factory) -> Tokenizer:
-    path = tmp_path_factory.mktemp("tokenizer") / "t.model"
-    train_tokenizer(texts, 400, path)
-    return Tokenizer(path)
-
-
 NASTY = {
     "nothing": "",
     "Chinese": "第1句:你好,世界。「龘」",

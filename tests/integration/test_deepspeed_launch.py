@@ -51,21 +51,17 @@ def deepspeed(tmp_path, packed):
     return deepspeed
 
 
-def engine(trained: Trained) -> str:
-    return re.search(r"^ *engine: (.*)$", trained.out, re.MULTILINE)[1]
-
-
 def test_deepspeeds_launcher_gives_the_losses_of_accelerate_launch(accelerate, deepspeed):
     trained = deepspeed("--deepspeed", "--deepspeed_config", "ds_config.json")
-    assert engine(trained) == "DeepSpeed ZeRO-2"
+    assert trained.said("engine") == "DeepSpeed ZeRO-2"
     assert re.search(r"processes: 2 \(gloo\)", trained.out)
     assert trained.column("loss") == accelerate["zero2"].column("loss")
 
 
 def test_deepspeeds_launcher_without_a_file_starts_ddp_and_names_the_flag(accelerate, deepspeed):
     trained = deepspeed()
-    assert engine(trained).startswith("DDP, not DeepSpeed")
-    assert "--deepspeed ds_config.json" in engine(trained)
+    assert trained.said("engine").startswith("DDP, not DeepSpeed")
+    assert "--deepspeed ds_config.json" in trained.said("engine")
     assert trained.column("loss") == accelerate["ddp"].column("loss")
 
 
@@ -73,7 +69,7 @@ def test_torchrun_and_deepspeed_give_the_losses_of_accelerate_launch(accelerate,
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc_per_node", "2", SCRIPT, "--deepspeed", "ds_config.json"]
     trained = train(torchrun, 2, packed, tmp_path / "run", FLAGS)
-    assert engine(trained) == "DeepSpeed ZeRO-2"
+    assert trained.said("engine") == "DeepSpeed ZeRO-2"
     assert trained.column("loss") == accelerate["zero2"].column("loss")
 
 
@@ -86,7 +82,7 @@ def test_a_zero3_file_of_another_project_gives_the_losses_of_flags(accelerate, d
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps(config), encoding="utf-8")
     trained = deepspeed("--deepspeed", str(path), common=STEPS)
-    assert engine(trained) == "DeepSpeed ZeRO-3, all on the CPU"
+    assert trained.said("engine") == "DeepSpeed ZeRO-3, all on the CPU"
     assert "WarmupLR is --lr_schedule constant --warmup_steps 3, and its" in trained.out
     losses = accelerate["zero3"].column("loss")
     assert trained.column("loss") == pytest.approx(losses, abs=1e-5)
@@ -100,7 +96,7 @@ def test_a_yaml_with_a_stage_and_without_a_file_trains_as_with_flags(accelerate,
     path.write_text(yaml.safe_dump(config | {"deepspeed_config": section, "mixed_precision": "no"}))
     flags = f"{STEPS} --lr_schedule constant --warmup_steps 3"  # the YAML decides the precision
     trained = train(str(path), 2, packed, tmp_path / "run", flags, start=run)
-    assert engine(trained) == "DeepSpeed ZeRO-2"
+    assert trained.said("engine") == "DeepSpeed ZeRO-2"
     losses = accelerate["zero2"].column("loss")
     assert trained.column("loss") == pytest.approx(losses, abs=1e-5)
 
@@ -117,6 +113,6 @@ def test_the_debuggers_launch_json_trains_one_deepspeed_process(packed, tmp_path
     where = ["--data", str(packed), "--out_dir", str(tmp_path), "--run_name", "run", *TINY]
     said = run_warm([sys.executable, str(program), *configuration["args"], *where]).worked()
     trained = Trained(tmp_path / "run", said)
-    assert engine(trained) == "DeepSpeed ZeRO-2"
+    assert trained.said("engine") == "DeepSpeed ZeRO-2"
     assert "processes: 1 (gloo)" in trained.out
     assert len(trained.column("loss")) == 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import Trained, run, train
 from small_model import opinionated
+from test_cpu_attention import heads as heads_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.compilation import compile_blocks
@@ -31,12 +32,8 @@ def train_on_gpu(engine: str, data, path, flags: str) -> Trained:
     return train(engine, 1, data, path, flags, start=run, CUDA_VISIBLE_DEVICES="0")
 
 
-def heads(n_heads, n_kv_heads, head_dim, seq_len=200):
-    generator = torch.Generator("cuda").manual_seed(0)
-    return [
-        torch.randn(2, seq_len, n, head_dim, device="cuda", generator=generator)
-        for n in (n_heads, n_kv_heads, n_kv_heads, n_heads)
-    ]
+def heads(n_heads, n_kv_heads, head_dim):
+    return [x.cuda() for x in heads_on_cpu((2, 200, n_heads, n_kv_heads, head_dim))]
 
 
 @pytest.mark.parametrize(

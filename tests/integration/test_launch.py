@@ -29,17 +29,12 @@ def zero2(packed, tmp_path_factory) -> Trained:
     return train("zero2", 2, packed, path, FLAGS + reports, start=run)
 
 
-def said(run: Trained, fact: str) -> str:
-    """Return the value of a line in the start block, the summary that a run prints first."""
-    return re.search(rf"^ *{fact}: (.*)$", run.out, re.MULTILINE)[1]
-
-
 def test_the_start_block_names_engine_processes_precision_data_and_global_batch(zero2, packed):
-    assert said(zero2, "engine") == "DeepSpeed ZeRO-2, one reduction per step"
-    assert said(zero2, "processes").startswith("2 ")
-    assert said(zero2, "precision") == "bf16"
-    assert said(zero2, "data").startswith(str(packed))
-    assert said(zero2, "global batch") == (
+    assert zero2.said("engine") == "DeepSpeed ZeRO-2, one reduction per step"
+    assert zero2.said("processes").startswith("2 ")
+    assert zero2.said("precision") == "bf16"
+    assert zero2.said("data").startswith(str(packed))
+    assert zero2.said("global batch") == (
         "16 sequences = 1,024 tokens per step (4 × 2 accumulation × 2 processes)"
     )
 
@@ -59,8 +54,8 @@ def test_the_start_block_names_the_engine_that_the_launcher_selects(packed, tmp_
     """Method 2: `accelerate launch` without an Accelerate configuration file."""
     command = [*LAUNCH, *flags, "train_pretrain_accelerate.py"]
     trained = train(command, 2, packed, tmp_path / "run", "--max_steps 2")
-    assert re.match(says, said(trained, "engine"))
-    assert said(trained, "processes").startswith("2 ")
+    assert re.match(says, trained.said("engine"))
+    assert trained.said("processes").startswith("2 ")
     assert trained.column("step") == [1, 2]
 
 

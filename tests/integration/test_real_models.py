@@ -1,7 +1,6 @@
 """Import a model of another project, train it and export it. The model is a smaller SmolLM2
 with random weights and a tokenizer.json."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -68,8 +67,7 @@ def test_an_imported_model_is_trained_and_exported_with_its_tokenizer(trained, i
     assert losses[0] == pytest.approx(6.3, abs=0.3)  # ln 520
     assert losses[-1] < losses[0] - 0.1
     assert f"starts from: {imported}" in trained.out
-    rows = (trained.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(rows[0])["prompt"].startswith("sum ")
+    assert trained.samples()[0]["prompt"].startswith("sum ")
     export_hf.main([str(trained.path), str(trained.path / "hf")])
     for folder in (data, trained.path, trained.path / "weights", trained.path / "hf"):
         copied = (folder / "tokenizer.json").read_bytes()

@@ -60,9 +60,6 @@ class Trainer:
     def said(self, name: str) -> str:
         return (self.out / f"{name}.log").read_text()
 
-    def rows(self, name: str) -> list[dict]:
-        return Trained(self.out / name, "").repeatable()
-
 
 def ranks(launcher: WarmProcess) -> list[psutil.Process]:
     """Return the training processes, ordered by pid and therefore by rank."""
@@ -130,7 +127,7 @@ def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_p
     whole, killed = (Trained(tmp_path / name, "") for name in ("whole", "killed"))
     assert killed.checkpoint() == killed.checkpoint(steps)
     assert killed.ends_as(whole)
-    assert trainer.rows("whole") == trainer.rows("killed")
+    assert whole.repeatable() == killed.repeatable()
 
 
 @pytest.mark.parametrize(
@@ -244,10 +241,9 @@ def test_a_nan_of_one_rank_never_reaches_the_weights_and_is_counted(packed, tmp_
     assert ended.code == 0, ended.out[-3000:]
     assert "sums of micro-batches: torch.float32" in ended.out
     assert "  skipped 1" in ended.out
-    rows = [row for row in trainer.rows("run") if "loss" in row]
-    assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1]
-    assert all(row["loss"] > 0 for row in rows)
     run = Trained(tmp_path / "run", "")
+    assert run.column("skipped_steps") == [0, 0, 1, 1]
+    assert all(loss > 0 for loss in run.column("loss"))
     assert all(tensor.isfinite().all() for tensor in run.tensors().values())
     assert json.loads((run.checkpoint() / "state.json").read_text())["optimizer_step"] == 5
 
@@ -275,9 +271,9 @@ def test_data_that_is_moved_away_does_not_change_a_run(packed, tmp_path):
     ended = Trainer(tmp_path, data, "plain", 1, flags).finish("run", script=script)
     assert ended.code == 0, ended.out
     assert not data.exists()
-    rows = whole.rows("run")
-    assert [row["step"] for row in rows if "val_loss" in row] == [4, 6]
-    assert rows == whole.rows("whole")
+    moved, whole = (Trained(tmp_path / name, "") for name in ("run", "whole"))
+    assert [row["step"] for row in moved.rows("val_loss")] == [4, 6]
+    assert moved.repeatable() == whole.repeatable()
 
 
 def test_a_stop_that_cannot_save_exits_with_code_1(packed, tmp_path):

@@ -1,7 +1,5 @@
 """--sample_interval changes no bit of training, and a resumed run logs each sample once."""
 
-import json
-
 import pytest
 from conftest import Trained, train
 
@@ -37,8 +35,7 @@ def test_a_resumed_run_logs_each_sample_and_each_loss_once(resumed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert "starts from: step-00000004" in resumed.out
-    lines = (resumed.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [2, 4, 6]
+    assert [row["step"] for row in resumed.samples()] == [2, 4, 6]
     events = EventAccumulator(str(resumed.path / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     wanted = {f"train/{name}" for name in ("loss", "learning_rate", "grad_norm", "memory_gib")}

@@ -134,8 +134,7 @@ def test_the_files_of_a_model_do_not_change_if_another_cannot_resume(packed, tmp
     assert contents() == before
     two("--resume", "auto")
     assert list((first / "checkpoints").glob("step-00000003.aside-*"))
-    rows = (first / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in Trained(first, "").samples()] == [1, 2, 3]
     # A model can be resumed alone.
     resumed = train("plain", 1, packed, first, f"--resume {first} --max_steps 4 --keep_last 0")
     assert resumed.column("step") == [1, 2, 3, 4]

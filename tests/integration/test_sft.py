@@ -65,7 +65,7 @@ def test_answers_get_likelier_and_the_log_has_the_loss_before_training(sft, base
     assert f"step 0/{after['step']}  validation loss {before['val_loss']:.4f}" in tuned.out
     assert f"scripts.chat {tuned.path}" in tuned.out
     assert "conversations within " in tuned.out
-    first = json.loads((tuned.path / "samples.jsonl").read_text("utf-8").splitlines()[0])
+    first = tuned.samples()[0]
     assert first["step"] == 0
     assert first["prompt"].startswith("user\n")
     assert first["prompt"].endswith("assistant\n")
