@@ -11,9 +11,8 @@ from launch import accelerate_launch
 
 
 def test_the_launcher_does_not_wait_for_other_machines_at_its_end(monkeypatch):
-    waits = (
-        accelerate_launch.SimpleElasticAgent._exit_barrier
-    )  # private: fails if PyTorch renames it
+    # private: fails if PyTorch renames it
+    waits = accelerate_launch.SimpleElasticAgent._exit_barrier
     monkeypatch.setattr(accelerate_launch.SimpleElasticAgent, "_exit_barrier", waits)
     monkeypatch.setattr(accelerate_launch.accelerate_launch, "main", lambda: None)
     assert accelerate_launch.launch() == 0

@@ -15,12 +15,12 @@ import torch
 from conftest import REPOSITORY, error_of, pack
 from small_model import save_model
 from test_conversation_set import conversation, make_set
+from test_resume_choice import write_empty
 
 from common.errors import ReportedError, UsageError
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
-from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
 from storage.folder import RunFolder
 from training.arguments import DistillationArguments, SFTArguments, parse_arguments
 from training.inputs import Inputs, find_inputs
@@ -127,9 +127,7 @@ def test_an_epoch_is_one_pass_over_a_text_in_several_segmentations(corpus, tmp_p
     older = {k: v for k, v in found.identity.items() if k != "samples_per_epoch"}
     for identity, samples in ((found.identity, passed), (older, stored)):
         run = RunFolder(data / "runs" / "a")
-        state = {"step": 1, "optimizer_step": 1, "processes": 1, "identity": identity}
-        state["model"] = found.config.to_dict()
-        write_checkpoint(run, {name: {} for name in (WEIGHTS, OPTIMIZER, RANDOM)}, state)
+        write_empty(run, 1, identity=identity, model=found.config.to_dict())
         again = inputs(f"{typed} --resume auto", data)
         assert again.start.checkpoint
         assert (again.samples_per_epoch, again.identity) == (samples, identity)

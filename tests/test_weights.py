@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import VOCAB_SIZE
+from small_model import save_model
 
 from common.errors import UsageError
 from formats.portable import save_portable
@@ -48,9 +49,7 @@ def run(tmp_path, packed) -> Path:
 @pytest.fixture
 def weights(run, packed) -> Path:
     """The final weights of `run`, which mark the run as finished; their seed is 30."""
-    save_portable(run / "weights", LMConfig(**SHAPE), weights_of(model_of(30)))
-    shutil.copy(packed / "tokenizer.model", run / "weights")
-    return run / "weights"
+    return save_model(run / "weights", model_of(30), packed)
 
 
 def seed_of(name: str | Path) -> int:
