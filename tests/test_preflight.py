@@ -108,10 +108,6 @@ def test_flags_that_cannot_work_are_refused(flags, more, keyword, monkeypatch):
         ({"mixed_precision": "bf16"}, "mixed_precision"),
         ({"ds_config": "{]"}, "no readable JSON"),
         ({"deepspeed_config": {"deepspeed_config_file": "no/where.json"}}, "no/where.json"),
-        (
-            {"ds_config": {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 8}},
-            "--accumulation_steps gives 1",
-        ),
         ({"num_machines": 2}, "2 machines: set NUM_MACHINES"),
         ({"dynamo_config": {"dynamo_backend": "EAGER"}}, "use --compile on"),
         (DDP | {"dynamo_config": {"backend": "inductor"}}, "use --compile on"),
