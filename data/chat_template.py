@@ -13,12 +13,20 @@ therefore adds no ids to the vocabulary.
 Role, line end and content are encoded as one text. A "<s>" inside a content is not a marker.
 """
 
+import json
+import time
 from collections.abc import Iterable
+from functools import partial
 from itertools import takewhile
+
+import jinja2
+import tokenizers
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import UsageError
 from data.conversations import ASSISTANT, Turn
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, read_markers
 
 # A run folder has this file if its model was trained on conversations in this template.
 TEMPLATE_FILE = "chat_template.jinja"
@@ -66,6 +74,43 @@ def encode_conversation(
 
 
 def encode_chat_prompt(tokenizer: Tokenizer, turns: Iterable[Turn]) -> list[int]:
-    """Return the ids of the turns and of the "<s>assistant" line that starts an answer."""
+    """Return the ids of the turns and of the "<s>assistant" line that starts an answer; in an
+    imported model's own template, if the tokenizer has one. Raises UsageError if that fails."""
+    if tokenizer.chat_template:
+        return tokenizer.chat_template.encode(turns)
     ids, _ = encode_conversation(tokenizer, turns)
     return [*ids, tokenizer.bos_id, *tokenizer.encode(f"{ASSISTANT}\n")]
+
+
+class JinjaTemplate:
+    """The chat template that an imported model has brought, for its tokenizer.json. The ids are
+    those of transformers' `apply_chat_template`. The name of a marker in a message is a marker."""
+
+    def __init__(self, source: str, tokenizer_json: str):
+        self.source = source
+        self._markers = read_markers(tokenizer_json)
+        self._tokenizer = tokenizers.Tokenizer.from_file(tokenizer_json)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._jinja = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        self._jinja.globals |= {"strftime_now": time.strftime, "raise_exception": _refuse}
+        self._jinja.globals |= {"tools": None, "documents": None}  # some templates ask for them
+        # Jinja's own filter escapes "<" and "&" for HTML.
+        self._jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+
+    def encode(self, turns: Iterable[Turn]) -> list[int]:
+        """Return the ids of the turns and of the start of an answer. Raises UsageError if the
+        template cannot be used, or refuses the turns."""
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        try:
+            template = self._jinja.from_string(self.source)
+            text = template.render(messages=messages, add_generation_prompt=True, **self._markers)
+        except Exception as error:  # whatever a template's expressions raise
+            raise UsageError(f"the model's chat template: {error}") from error
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _refuse(message: str):
+    raise jinja2.TemplateError(message)

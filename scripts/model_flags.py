@@ -71,6 +71,6 @@ def load_to_talk(args: argparse.Namespace):
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UsageError("this program needs one process: start it with python -m, not a launcher")
     decoder, trained = load(args)
-    if not trained.chats:
+    if not (trained.chats or trained.tokenizer.chat_template):
         say("this model was not trained on conversations: it may not answer")
     return decoder, trained

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from common.errors import UsageError
-from data.chat_template import TEMPLATE_FILE
+from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, JinjaTemplate
 from data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from formats import portable
 from formats.hugging_face import read_llama_config, read_llama_weights
@@ -29,7 +29,7 @@ class Trained:
     model: Transformer
     tokenizer: Tokenizer  # the model was trained with this tokenizer
     folder: Path  # the weights were read from this folder
-    chats: bool = False  # True if the model was trained on conversations (data/chat_template.py)
+    chats: bool = False  # True if the model was trained with the template of data/chat_template.py
 
     @property
     def name(self) -> str:
@@ -129,8 +129,13 @@ def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     """Load the model `name` (see `WeightsFolder.find`) and its tokenizer. `load` builds the model.
     Raises UsageError or ConfigError if files are missing, damaged, or do not match."""
     folder = WeightsFolder.find(name)
-    chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
-    trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
+    tokenizer, template = open_tokenizer(folder.tokenizer), None
+    if (file := folder.tokenizer.parent / TEMPLATE_FILE).exists():
+        template = file.read_text(encoding="utf-8").strip()
+    chats = template in ("", PLAIN_JINJA)
+    if template and not chats:
+        tokenizer.chat_template = JinjaTemplate(template, tokenizer.path)
+    trained = Trained(load(folder), tokenizer, folder.path, chats)
     pieces, size = trained.tokenizer.vocab_size, trained.model.config.vocab_size
     if pieces > size:
         raise UsageError(f"{folder.tokenizer} has {pieces} pieces, the model has only {size}")
