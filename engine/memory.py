@@ -203,9 +203,12 @@ def _activations(kind: Kind, work: Workload) -> float:
     # For a GPU the next line assumes that PyTorch has a fused attention kernel.
     keeps_scores = not config.use_flash_attn or (work.on_cpu and config.dropout > 0)
     # Bytes per token that autograd saves:
-    norm = (2 * h if compiled else 8 + h) * config.dim  # 8: fp32 input and normed x; h: output
+    per_channel = 2 * h if compiled else 8 + h  # of a norm; 8: fp32 input and normed x; h: output
+    norm = per_channel * config.dim
     n_keys = config.n_heads if keeps_scores else config.n_kv_heads
     attention = 2 * h * (config.n_heads + n_keys) * config.head_dim  # q, output, k, v
+    if config.qk_norm:
+        attention += per_channel * (config.n_heads + config.n_kv_heads) * config.head_dim
     width, routed = config.hidden_dim, 0
     if config.use_moe:  # each of a token's experts has its own copy of input and output
         n_used = config.num_experts_per_tok + config.n_shared_experts

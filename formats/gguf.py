@@ -12,6 +12,7 @@ from common.atomic import whole_file
 from common.errors import UsageError
 from data.chat_template import PLAIN_JINJA
 from data.tokenizer import JsonTokenizer, Tokenizer
+from formats.hugging_face import llama_name, their_rows
 from formats.tokenizer_json import read_exact
 from model.config import LMConfig
 from model.rotary import rotary_frequencies
@@ -27,10 +28,13 @@ def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> Non
         # (head_dim/2,): unscaled frequency / scaled frequency
         slower = rotary_frequencies(*rope) / rotary_frequencies(*rope, config.rope_scaling)
         writer.add_tensor("rope_freqs.weight", slower.numpy())
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.n_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], config.n_layers)
     for ours, parameter in model.named_parameters():
-        values = parameter.detach().numpy()
-        name = names.get_name(ours, try_suffixes=(".weight",))
+        values = parameter.detach()
+        if config.qk_norm:  # llama.cpp rotates a Qwen3's channels as transformers does
+            values = their_rows(config, ours, values)
+        values = values.numpy()
+        name = names.get_name(llama_name(ours), try_suffixes=(".weight",))
         kind = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else wanted.upper()]
         try:
             stored = gguf.quantize(values, kind)
@@ -92,7 +96,7 @@ def export_gguf(
     if model.config.use_moe:
         remedy = "scripts.export_hf can export experts for transformers, but not shared experts"
         raise UsageError(f"llama.cpp cannot compute experts with this router: {remedy}")
-    writer = gguf.GGUFWriter(None, "llama")
+    writer = gguf.GGUFWriter(None, "qwen3" if model.config.qk_norm else "llama")
     writer.add_name(out.stem)
     kind = "ALL_F32" if file_type == "f32" else f"MOSTLY_{file_type.upper()}"
     writer.add_file_type(gguf.LlamaFileType[kind])

@@ -15,18 +15,13 @@ from data.chat_template import JINJA, PLAIN_JINJA, TEMPLATE_FILE
 from data.tokenizer import (
     MARKERS_FILE,
     TOKENIZER_FILES,
+    TOKENIZER_JSON,
     copy_tokenizer,
     open_tokenizer,
     tokenizer_in,
 )
-from formats.hugging_face import (
-    OUTER,
-    is_learned,
-    our_name,
-    our_rows,
-    read_llama_config,
-    read_llama_weights,
-)
+from formats.config_json import read_llama_config
+from formats.hugging_face import OUTER, is_learned, our_rows, our_weights, read_llama_weights
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -41,8 +36,10 @@ from formats.portable import (
 from model.config import LMConfig
 
 PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # added by DDP and torch.compile
-# Defaults in Meta's code of Llama 1 and 2. These settings do not follow from the weights.
+# These settings do not follow from the weights. Defaults in Meta's code of Llama 1 and 2:
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": 2048}
+NORMED = {"norm_eps": 1e-6, "rope_theta": 1e6}  # of models with norms of queries and keys: Qwen3's
+EXPERTS = {"norm_topk_prob": True}  # MiniMind's
 
 
 def import_weights(
@@ -52,8 +49,8 @@ def import_weights(
 
     Args:
         tokenizer: file or folder of a tokenizer; None: the one next to the weights, if any.
-        settings: `n_heads` and the keys of DEFAULTS, for a state dict; None means not given. For a
-            folder only max_seq_len can be given; config.json sets the other settings.
+        settings: `n_heads`, `num_experts_per_tok` and the keys of DEFAULTS, for a state dict; None
+            means not given. A folder's config.json sets all of them but max_seq_len.
 
     Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced."""
     if not source.exists():
@@ -72,7 +69,9 @@ def import_weights(
                 if said[name] != given[name]:
                     raise UsageError(f"drop --{name}: {source} or params.json says {said[name]}")
             given = said | given
-            assumed = {name: DEFAULTS[name] for name in DEFAULTS if name not in given}
+            assumed = DEFAULTS | (NORMED if any("q_norm" in name for name in weights) else {})
+            assumed |= EXPERTS if any(".experts." in name for name in weights) else {}
+            assumed = {name: value for name, value in assumed.items() if name not in given}
             config, weights = _read_file(source, weights, assumed | given)
         require_fit(without_memory(config), weights, str(source))
         names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
@@ -82,17 +81,21 @@ def import_weights(
         if tokenizer or path.exists():
             copied = f"tokenizer {open_tokenizer(path).path}"
             copy_tokenizer(path, folder)
-        file, markers = source / TEMPLATE_FILE, source / MARKERS_FILE
-        template = read_json(markers).get("chat_template") if markers.exists() else None
-        if file.exists():  # newer versions of transformers write the template here
-            template = file.read_text(encoding="utf-8").strip()
+        template = None
+        for place in (path if path.is_dir() else path.parent, source):
+            if (markers := place / MARKERS_FILE).exists():
+                template = read_json(markers).get("chat_template", template)
+            if (file := place / TEMPLATE_FILE).exists():  # as newer versions of transformers write
+                template = file.read_text(encoding="utf-8").strip()
         if template == JINJA:  # scripts.export_hf has written a chat model
             (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
+        elif template and (folder / TOKENIZER_JSON).exists():
+            (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         elif template:
-            copied += ", without its chat template, which is not that of scripts.export_hf"
+            copied += ", without its chat template, which needs a tokenizer.json of byte-level BPE"
     shown = (
         f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed)}"
-        for name in ("n_heads", *DEFAULTS)
+        for name in ("n_heads", *DEFAULTS, *(EXPERTS if config.use_moe else ()))
     )
     return f"{out}: weights of {source}, {copied}\n{', '.join(shown)}"
 
@@ -108,10 +111,8 @@ def _read_file(
     path: Path, weights: dict[str, Tensor], settings: dict
 ) -> tuple[LMConfig, dict[str, Tensor]]:
     """Return config and renamed weights. Raises UsageError if the config cannot be derived."""
-    if "n_heads" not in settings:
-        raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     if theirs := any(name in weights for name in OUTER.values()):
-        weights = {our_name(name, str(path)): weight for name, weight in weights.items()}
+        weights = our_weights(weights.items(), str(path))
     config = _config_from_shapes(weights, settings, path)
     if theirs:
         weights = {name: our_rows(config, name, weight) for name, weight in weights.items()}
@@ -137,12 +138,19 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
     """Return a config from shapes and `settings`. Raises WeightsError if they fit no Llama."""
-    in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
-    needed = ["tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in in_block)]
+    router = weights.get("layers.0.feed_forward.router")
+    w1 = "feed_forward.w1.weight" if router is None else "feed_forward.w1"  # (experts, rows, cols)
+    in_block = ("attention.wq.weight", "attention.wk.weight", w1)
+    needed = ["tok_embeddings.weight", *(f"layers.0.{name}" for name in in_block)]
     for name in needed:
-        if name not in weights or weights[name].dim() != 2:
+        if name not in weights or weights[name].dim() < 2:
             raise WeightsError(f"{path}: not a Llama: {name} is missing or not a matrix")
     embedding, wq, wk, w1 = (weights[name] for name in needed)
+    q_norm = weights.get("layers.0.attention.q_norm.weight")
+    if q_norm is not None:
+        settings = {"n_heads": wq.shape[0] // len(q_norm)} | settings
+    if "n_heads" not in settings:
+        raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     n_heads = settings["n_heads"]
     if n_heads < 1 or wq.shape[0] % n_heads:
         raise WeightsError(f"--n_heads {n_heads} does not divide the {wq.shape[0]} rows of wq")
@@ -154,7 +162,14 @@ def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) 
         "n_kv_heads": max(1, wk.shape[0] // head_dim),
         "head_dim": head_dim,
         "vocab_size": embedding.shape[0],
-        "hidden_dim": w1.shape[0],
+        "hidden_dim": w1.shape[-2],
+        "qk_norm": q_norm is not None,
         "tie_embeddings": output is None or torch.equal(output, embedding),
     }
+    if router is not None:
+        if "num_experts_per_tok" not in settings:
+            problem = f"{path} does not say how many experts a token uses"
+            raise UsageError(f"{problem}: pass --num_experts_per_tok (minimind-3-moe has 1)")
+        config |= {"use_moe": True, "n_routed_experts": len(router), "moe_hidden_dim": w1.shape[1]}
+        config["n_shared_experts"] = len(w1) - len(router)
     return build_config(config | settings, path)

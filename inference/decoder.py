@@ -50,11 +50,18 @@ def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
     product = Packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
     n_heads, n_kv_heads = attention.n_heads, attention.n_kv_heads
     shape = (n_heads + 2 * n_kv_heads, attention.head_dim)
+    norms = None  # the weights of the norms of queries and keys, (heads, head_dim)
+    if attention.q_norm is not None:
+        eps, q_norm, k_norm = attention.q_norm.eps, attention.q_norm.weight, attention.k_norm.weight
+        norms = torch.stack([q_norm] * n_heads + [k_norm] * n_kv_heads).detach().float()
 
     def project(x: Tensor, pos_cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv = product(x).view(*x.shape[:2], *shape)  # (B, T, all heads, head_dim)
         qk, v = qkv.split_with_sizes((n_heads + n_kv_heads, n_kv_heads), dim=2)
-        pairs = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2)))  # (B, T, H, head_dim/2)
+        qk = qk.float()
+        if norms is not None:
+            qk = torch.rms_norm(qk, qk.shape[-1:], eps=eps) * norms
+        pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)))  # (B, T, H, head_dim/2)
         qk = torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x)
         return *qk.split_with_sizes((n_heads, n_kv_heads), dim=2), v
 

@@ -2,11 +2,6 @@
 
 from model.attention import Attention, repeat_kv
 from model.config import ConfigError, LMConfig
+from model.norm import RMSNorm
 from model.rotary import apply_rotary_emb, precompute_pos_cis
-from model.transformer import (
-    IGNORE_INDEX,
-    FeedForward,
-    RMSNorm,
-    Transformer,
-    TransformerBlock,
-)
+from model.transformer import IGNORE_INDEX, FeedForward, Transformer, TransformerBlock

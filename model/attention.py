@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from model.cache import LayerCache
 from model.config import LMConfig
 from model.cpu_attention import row_block_attention
+from model.norm import RMSNorm
 from model.rotary import apply_rotary_emb
 
 
@@ -75,6 +76,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.dropout = config.dropout
         self.attend = fast_attention if config.use_flash_attn else plain_attention
 
@@ -98,5 +101,7 @@ class Attention(nn.Module):
         q = self.wq(x).view(batch, seq_len, self.n_heads, self.head_dim)
         k = self.wk(x).view(batch, seq_len, self.n_kv_heads, self.head_dim)
         v = self.wv(x).view(batch, seq_len, self.n_kv_heads, self.head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary_emb(q, k, pos_cis)
         return q, k, v

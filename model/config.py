@@ -60,6 +60,9 @@ class LMConfig:
     rope_scaling: RopeScaling | None = setting(  # noqa: RUF009  imported weights decide it
         None, "Llama 3.1's scaling of rotary frequencies", flag=False
     )
+    qk_norm: bool = setting(
+        False, "RMSNorm of each query and key head before it is rotated (Qwen3)"
+    )
     max_seq_len: int = setting(512, "tokens per training sequence, and the context length")
     dropout: float = setting(0.0, "dropout on embeddings, attention weights and sublayer outputs")
     tie_embeddings: bool = setting(True, "share the matrix of input embedding and output layer")
@@ -132,6 +135,7 @@ class LMConfig:
     def to_dict(self) -> dict:
         values = asdict(self)
         left_out = () if self.use_moe else ("use_moe", *EXPERTS)
+        left_out += () if self.qk_norm else ("qk_norm",)  # as older versions stored it
         return {name: value for name, value in values.items() if name not in left_out}
 
     def shape(self) -> dict:

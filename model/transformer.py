@@ -16,6 +16,7 @@ from model.cache import Cache, LayerCache
 from model.config import LMConfig
 from model.experts import Experts
 from model.loss import IGNORE_INDEX, TokenLoss, tokens_at_once
+from model.norm import RMSNorm
 from model.recompute import recomputed
 from model.rotary import precompute_pos_cis
 
@@ -26,21 +27,6 @@ class TransformerOutput(NamedTuple):
     hits: Tensor | None = None  # (B, T), True where the target was the likeliest token
     # fp32 (n_layers, B, T, E), probabilities of the routed experts; None without experts
     routing: Tensor | None = None
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in fp32.
-    Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467."""
-
-    def __init__(self, dim: int, eps: float = 1e-5):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight).type_as(x)
 
 
 class FeedForward(nn.Module):

@@ -1,4 +1,4 @@
-"""Export a model to a Hugging Face folder, which transformers loads as a Llama or Qwen2-MoE.
+"""Export a model to a Hugging Face folder, which transformers loads as a Llama or Qwen3.
 
 python -m scripts.export_hf out/runs/NAME out/hf/NAME
 """

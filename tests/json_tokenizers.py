@@ -18,8 +18,11 @@ MARKERS = {  # kind → beginning of text, end of text, some of the other marker
 }
 
 
-def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int = 400) -> Path:
-    """Train a tokenizer on the texts and write its files; `kind` is one of MARKERS."""
+def write_tokenizer(
+    folder: Path, kind: str, texts: list[str], vocab_size: int = 400, names: tuple[str, ...] = ()
+) -> Path:
+    """Train a tokenizer on the texts and write its files; `kind` is one of MARKERS. `names` are
+    added as tokens that text may contain, as in MiniMind's tokenizer."""
     begin, end, others = MARKERS[kind]
     special = list(dict.fromkeys([begin, end, *others]))
     smol = kind == "smollm2"  # SmolLM2's markers have the first ids, Llama's the last
@@ -30,13 +33,14 @@ def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int =
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits if smol else words, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - (0 if smol else len(special)),
+        vocab_size=vocab_size - len(names) - (0 if smol else len(special)),
         special_tokens=special if smol else [],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in names])
     if kind == "llama3":
         known = [(begin, tokenizer.token_to_id(begin))]
         template = processors.TemplateProcessing(single=[begin, "$A"], special_tokens=known)

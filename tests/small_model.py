@@ -10,10 +10,10 @@ from model import LMConfig, Transformer
 from model.lora import LoRA, add_lora, is_adapter
 
 
-def opinionated(vocab_size: int, seq_len: int) -> Transformer:
+def opinionated(vocab_size: int, seq_len: int, **changes) -> Transformer:
     """Return a small model whose predictions are far from uniform."""
     torch.manual_seed(0)
-    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, **changes}
     model = Transformer(LMConfig(vocab_size=vocab_size, max_seq_len=seq_len, **shape)).eval()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)
@@ -27,9 +27,9 @@ def save_model(folder: Path, model: Transformer, tokenizer: Path) -> Path:
     return folder
 
 
-def adapted(only_lora: bool = True, module_name: str = "layers") -> Transformer:
+def adapted(only_lora: bool = True, module_name: str = "layers", **changes) -> Transformer:
     """Return the model of `opinionated` with LoRA adapters. No matrix of an adapter is zero."""
-    model = opinionated(vocab_size=50, seq_len=16)
+    model = opinionated(vocab_size=50, seq_len=16, **changes)
     add_lora(model, LoRA(4, 6.0, module_name, only_lora))
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():

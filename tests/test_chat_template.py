@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import json_tokenizers
 import pytest
-import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import NASTY
 from test_tokenizer_json import changed
@@ -37,15 +36,10 @@ def tokenizer(request, packed, tmp_path_factory) -> Tokenizer:
     path = packed / "tokenizer.model"
     if request.param in ("names", *json_tokenizers.MARKERS):
         texts = [f"{role}\n{text}\n\n  1" for role in ROLES for text in NASTY.values()]
-        folder, with_names = tmp_path_factory.mktemp("json"), request.param == "names"
-        kind = "smollm2" if with_names else request.param
-        json_tokenizers.write_tokenizer(folder, kind, texts)
-        if with_names:  # as in MiniMind's tokenizer: tokens that text may contain
-            saved = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            names = ("<think>", "</think>")
-            saved.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
-            saved.save(str(folder / "tokenizer.json"))
-        return open_tokenizer(folder)
+        with_names = request.param == "names"
+        kind, names = ("smollm2", ("<think>", "</think>")) if with_names else (request.param, ())
+        folder = tmp_path_factory.mktemp("json")
+        return open_tokenizer(json_tokenizers.write_tokenizer(folder, kind, texts, names=names))
     if request.param != "ours":
         model = ModelProto.FromString(path.read_bytes())
         model.normalizer_spec.add_dummy_prefix = True

@@ -83,15 +83,15 @@ def test_ddp_does_not_split_the_graphs_of_compiled_blocks(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("use_moe", [False, True])
-def test_compiled_blocks_give_the_loss_and_gradients_of_plain_uncompiled_blocks(use_moe):
+@pytest.mark.parametrize("changes", [{}, {"use_moe": True}, {"qk_norm": True}], ids=str)
+def test_compiled_blocks_give_the_loss_and_gradients_of_plain_uncompiled_blocks(changes):
     # CPU attention computes the 70 positions in blocks of 64 and 6.
     shape = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70}
     results, tokens = [], torch.randint(0, 50, (2, 71))
     for fast in (False, True):
         torch.manual_seed(0)
         model = Transformer(
-            LMConfig(**shape, use_moe=use_moe, n_layers=2, vocab_size=50, use_flash_attn=fast)
+            LMConfig(**shape, **changes, n_layers=2, vocab_size=50, use_flash_attn=fast)
         )
         names = list(model.state_dict())
         if fast:

@@ -62,6 +62,7 @@ def test_hidden_dim_follows_from_dim_as_in_llama(dim, multiple_of, hidden_dim):
 
 def test_a_config_without_head_dim_and_rope_scaling_gets_their_defaults():
     old = LMConfig().to_dict()
+    assert not old.keys() & {"qk_norm", "use_moe"}  # stored only if they are on
     del old["head_dim"], old["rope_scaling"]
     assert LMConfig.from_dict(old).shape() == LMConfig().shape()
 

@@ -21,6 +21,7 @@ SHAPES = [
     {"tie_embeddings": False},
     {"use_flash_attn": False, "dropout": 0.5},
     {"use_moe": True, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    {"qk_norm": True, "head_dim": 24, "norm_eps": 1e-3},
 ]
 
 
@@ -32,6 +33,8 @@ def transformer(**changes) -> Transformer:
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             parameter.data.mul_(4)
+        elif "attention." in name:  # of queries and keys
+            parameter.data.uniform_(0.5, 2)
     return model
 
 

@@ -9,6 +9,8 @@ import sentencepiece
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from small_model import save_model
+from test_export_hf import some_tokens
+from transformers import AutoModelForCausalLM
 
 from data.chat_template import ESCAPE, PLAIN_JINJA, TEMPLATE_FILE
 from data.tokenizer import TOKENIZER_FILE
@@ -77,8 +79,23 @@ def test_every_weight_is_stored_to_the_bit_under_its_gguf_name(weights, tie_embe
         assert np.array_equal(stored[f"{name}.weight"], module.weight.detach().numpy())
 
 
-def test_experts_are_refused(weights, refusal):
-    line = refusal(export_gguf, weights(use_moe=True), "out.gguf")
+def test_transformers_reads_normalised_queries_and_keys_as_qwen3_with_equal_logits(weights):
+    folder = weights(qk_norm=True, head_dim=128)  # transformers does not read another head_dim
+    model = load_portable(folder)
+    for parameter in model.parameters():
+        parameter.data *= torch.rand(parameter.shape[-1:]) + 0.5  # norms are not all one
+    save_portable(folder, model.config, dict(model.named_parameters()))
+    assert key(export(folder), "qwen3.attention.key_length") == 128
+    theirs = AutoModelForCausalLM.from_pretrained(folder.parent, gguf_file="model.gguf")
+    assert type(theirs).__name__ == "Qwen3ForCausalLM"
+    tokens = some_tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_experts_are_refused(weights, refusal, qk_norm):
+    line = refusal(export_gguf, weights(use_moe=True, qk_norm=qk_norm), "out.gguf")
     assert "llama.cpp cannot compute experts with this router: scripts.export_hf can" in line
 
 

@@ -44,7 +44,9 @@ def step_by_step(model: Transformer, prompt: list[int], n: int) -> list[int]:
 # PROMPT has 5 tokens. With n = 7 the text fills the context of 12; with n = 8 it is longer.
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 25])
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 4])
-def test_greedy_decoding_takes_the_likeliest_token_each_time(model, prompt, n):
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}], ids=["plain", "qk_norm"])
+def test_greedy_decoding_takes_the_likeliest_token_each_time(changes, prompt, n):
+    model = opinionated(VOCAB_SIZE, 12, **changes)
     assert generate(model, [prompt], n, GREEDY) == [step_by_step(model, prompt, n)]
 
 

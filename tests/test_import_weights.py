@@ -84,7 +84,10 @@ EXPERTS = {"use_moe": True, "num_experts_per_tok": 2, "moe_hidden_dim": 24}
 EXPERTS |= {"norm_topk_prob": True}
 
 
-@pytest.mark.parametrize("changes", [{"tie_embeddings": True}, {"tie_embeddings": False}, EXPERTS])
+@pytest.mark.parametrize(
+    "changes",
+    [{"tie_embeddings": True}, {"tie_embeddings": False}, EXPERTS, {"qk_norm": True, **EXPERTS}],
+)
 def test_an_exported_model_is_imported_bit_for_bit(packed, tmp_path, changes):
     weights = write_weights(tmp_path / "w", packed, **changes)
     export_hf.main([str(weights), str(tmp_path / "hf")])
@@ -158,6 +161,8 @@ def test_llama_3s_rope_scaling_and_head_dim_are_imported_and_exported(packed, tm
     [
         ({"model_type": "mistral"}, "model_type is 'mistral', only llama"),
         ({"attention_bias": True}, "attention_bias is True"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
         # transformers prefers rope_scaling to rope_parameters
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
         ({"num_hidden_layers": 3}, "layers.2.attention.wk.weight is missing"),

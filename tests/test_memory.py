@@ -119,6 +119,9 @@ def test_compiling_recomputing_and_chunks_of_logits_lower_the_estimate():
         return estimate(DDP, workload(**changes)).working
 
     assert working(compiled=True) < working()
+    channels, tokens = (4 + 2) * 16, 3 * 128  # of queries and keys; 10 bytes each, as in any norm
+    more = working(shape={"qk_norm": True}) - working()
+    assert more == pytest.approx(2 * tokens * channels * 10, rel=1e-3)
     sizes = [working(gradient_checkpointing=how) for how in ("blocks", "selective", "off")]
     assert sizes == sorted(set(sizes))
     many = {"vocab_size": 1 << 17, "n_layers": 1}  # 2**24 logits per sequence

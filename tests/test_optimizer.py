@@ -124,9 +124,10 @@ def names_in(model: Transformer, groups: list[dict]) -> list[set[str]]:
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_matrices_but_not_norms_decay_and_muon_updates_the_matrices_of_blocks(tie_embeddings):
-    model = tiny(tie_embeddings=tie_embeddings)
+    model = tiny(tie_embeddings=tie_embeddings, qk_norm=True)
     names = {name for name, _ in model.named_parameters()}
     norms = {name for name in names if "norm" in name}
+    assert len(norms) == 2 * 4 + 1
     groups = parameter_groups(model, 0.1)
     assert names_in(model, groups) == [names - norms, norms]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]

@@ -28,11 +28,12 @@ def untied() -> Transformer:
     return model
 
 
-@pytest.fixture(params=["all blocks adapted", "untied, one block adapted"])
+@pytest.fixture(params=["all blocks adapted", "untied, one block adapted", "qk_norm"])
 def run(request, tmp_path) -> SimpleNamespace:
     """A model with adapters, changed as by training, and a folder: base/ has the initial weights,
     exported/ has them in Hugging Face's format, adapter/ has the trained parameters for PEFT."""
-    model = untied() if "untied" in request.param else adapted(only_lora=False)
+    changes = {"qk_norm": request.param == "qk_norm"}
+    model = untied() if "untied" in request.param else adapted(only_lora=False, **changes)
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not is_adapter(n)}
     for name, p in model.named_parameters():
         if p.requires_grad and not is_adapter(name):

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from formats.hugging_face import llama_config, to_llama
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
@@ -14,6 +14,7 @@ KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain",
 
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 50}
 SHAPE |= {"hidden_dim": 64, "max_seq_len": 40}
+NORMED = {"qk_norm": True, "head_dim": 12}
 
 
 def tiny(**changes) -> LMConfig:
@@ -36,10 +37,10 @@ def some_tokens(seq_len=13, batch=3, seed=1) -> torch.Tensor:
     return torch.randint(50, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
 
 
-def as_llama(model: Transformer) -> LlamaForCausalLM:
-    """Return transformers' Llama with the same weights."""
-    config = llama_config(model.config, "float32", 1, 2)
-    llama = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager"))
+def as_llama(model: Transformer) -> PreTrainedModel:
+    """Return transformers' Llama or Qwen3 with the same weights."""
+    config = AutoConfig.for_model(**llama_config(model.config, "float32", 1, 2))
+    llama = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     weights = to_llama(model.config, {name: p.data for name, p in model.named_parameters()})
     lacking = llama.load_state_dict(weights, strict=False).missing_keys
     assert set(lacking) <= {"lm_head.weight"}  # tied: same as the embedding
@@ -49,11 +50,9 @@ def as_llama(model: Transformer) -> LlamaForCausalLM:
 
 @KERNELS
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
-def test_logits_equal_those_of_transformers_llama(use_flash_attn, tie_embeddings, n_kv_heads):
-    model = transformer(
-        n_kv_heads=n_kv_heads, tie_embeddings=tie_embeddings, use_flash_attn=use_flash_attn
-    )
+@pytest.mark.parametrize("shape", [*({"n_kv_heads": n} for n in (1, 2, 4)), NORMED], ids=str)
+def test_logits_equal_those_of_transformers_llama_or_qwen3(use_flash_attn, tie_embeddings, shape):
+    model = transformer(**shape, tie_embeddings=tie_embeddings, use_flash_attn=use_flash_attn)
     llama = as_llama(model)
     for seq_len in (1, 7, 23, 40):
         tokens = some_tokens(seq_len)
@@ -63,9 +62,9 @@ def test_logits_equal_those_of_transformers_llama(use_flash_attn, tie_embeddings
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
-def test_gradients_equal_those_of_transformers_llama(tie_embeddings):
-    model = transformer(tie_embeddings=tie_embeddings)
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, NORMED], ids=str)
+def test_gradients_equal_those_of_transformers_llama_or_qwen3(changes):
+    model = transformer(**changes)
     llama = as_llama(model)
     tokens, targets = some_tokens(), some_tokens(seed=2)
     model(tokens, targets).loss.backward()

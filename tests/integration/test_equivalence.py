@@ -41,7 +41,8 @@ PLAIN, ACCUMULATED, DDP, ZERO_1, ZERO_2 = (
 
 # Ways to train. All clip the gradients; "clipped" changes nothing else.
 HOW, DATASETS = ("clipped", "muon", "masked", "experts"), {"masked": MaskedDataset}
-EXPERTS = {"use_moe": True, "n_routed_experts": 64}  # more experts than a micro-batch uses
+# More experts than a micro-batch uses. Queries and keys are normalised too.
+EXPERTS = {"use_moe": True, "n_routed_experts": 64, "qk_norm": True}
 
 
 class Reference(NamedTuple):
@@ -141,7 +142,7 @@ def start(how: str, name: str, packed: Path, path: Path, more: str = "") -> Trai
     if how == "muon":
         flags += f" --optimizer muon --muon_learning_rate {MUON_PEAK}"
     if how == "experts":
-        flags += f" --use_moe --n_routed_experts {EXPERTS['n_routed_experts']}"
+        flags += f" --use_moe --n_routed_experts {EXPERTS['n_routed_experts']} --qk_norm"
     if how == "masked":
         program = ["-m", "tests.integration.masked_pretraining"]
         engine = [*launch_command(engine, processes)[:-1], *program]
@@ -194,11 +195,11 @@ def test_experts_that_get_no_token_in_any_step_are_only_decayed(runs, by_hand):
     run = runs("experts", DDP)
     assert run.column("idlest_expert") == [0.0] * STEPS
     assert all(1 < value < 64 for value in run.column("balancing_loss"))
-    moments = run.tensors("optimizer")["layers.0.feed_forward.w1.exp_avg_sq"]
+    moments = run.tensors("optimizer")["layers.1.feed_forward.w1.exp_avg_sq"]
     busy = moments.flatten(1).any(dim=1)
     assert 0 < busy.sum() < 64
-    weights = run.tensors()["layers.0.feed_forward.w1"]
-    reference = by_hand["experts"].weights["layers.0.feed_forward.w1"]
+    weights = run.tensors()["layers.1.feed_forward.w1"]
+    reference = by_hand["experts"].weights["layers.1.feed_forward.w1"]
     torch.testing.assert_close(weights[~busy], reference[~busy], atol=1e-7, rtol=0)
 
 

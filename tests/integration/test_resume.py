@@ -24,7 +24,7 @@ ENGINES = {
     "ZeRO-3": ("configs/zero3.yaml", 2, ""),
     "ZeRO-3 on the CPU": ("configs/zero3_offload.yaml", 2, ""),
     # For ZeRO-1 in bf16 with fp32 gradients, DeepSpeed's optimizer class is not that of ZeRO-2.
-    "ZeRO-1, Muon": ("zero1.json", 2, " --optimizer muon"),
+    "ZeRO-1, Muon": ("zero1.json", 2, " --optimizer muon --qk_norm"),
     # `start` resumes this run with --compile auto, which keeps the choice of the first launch.
     "compiled": ("plain", 1, " --dropout 0 --compile on"),
 }

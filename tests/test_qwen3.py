@@ -1,0 +1,176 @@
+"""Models with norms of queries and keys, and their chat templates, come in and go out: Qwen3 and
+Qwen3-MoE of transformers, and MiniMind-3."""
+
+import io
+import json
+from pathlib import Path
+
+import minimind_3
+import pytest
+import torch
+from conftest import VOCAB_SIZE, error_of
+from json_tokenizers import write_tokenizer
+from test_chat_template import MARKERS, TURNS
+from test_export_hf import logits_of, some_tokens
+from test_tokenizer import NASTY
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from data.chat_template import TEMPLATE_FILE, encode_chat_prompt
+from data.conversations import Turn
+from formats.portable import load_portable
+from inference.generation import generate
+from inference.sampling import Sampling
+from inference.server.requests import ChatRequest
+from scripts import chat, export_hf, import_weights
+from storage.weights import load_trained
+
+SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 10}
+SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
+SHAPE |= {"vocab_size": VOCAB_SIZE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+KINDS = {"qwen3": {}, "qwen3_moe": EXPERTS | {"norm_topk_prob": True}}
+
+
+def write_qwen3(folder: Path, kind: str = "qwen3", **changes) -> Path:
+    """Write a Qwen3 of random weights with transformers alone. Its norms are not all one."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **SHAPE, **KINDS[kind], **changes)
+    model = AutoModelForCausalLM.from_config(config)
+    for p in model.parameters():
+        p.data.normal_(0, 0.1) if p.dim() > 1 else p.data.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def assert_close_logits(folder: Path, expected: torch.Tensor) -> None:
+    assert expected.std() > 0.1
+    with torch.no_grad():
+        ours = load_portable(folder)(some_tokens()).logits
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_qwen3_of_transformers_has_equal_logits_here_and_when_exported_again(
+    packed, tmp_path, kind, tied
+):
+    source = write_qwen3(tmp_path / "theirs", kind, tie_word_embeddings=tied)
+    flags = ["--tokenizer", str(packed / "tokenizer.model")]
+    import_weights.main([str(source), str(tmp_path / "ours"), *flags])
+    expected = logits_of(source)
+    assert_close_logits(tmp_path / "ours", expected)
+    export_hf.main([str(tmp_path / "ours"), str(tmp_path / "back")])
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind
+    torch.testing.assert_close(logits_of(tmp_path / "back"), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("use_moe", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("form", ["state dict", "folder"])
+def test_minimind_3_has_equal_logits_here(tmp_path, refusal, capsys, form, use_moe):
+    weights, source, flags = minimind_3.random_weights(use_moe), tmp_path / "minimind.pth", []
+    torch.save(weights, source)
+    if form == "folder":
+        (tmp_path / "folder").mkdir()
+        source = source.rename(tmp_path / "folder" / "pytorch_model.bin").parent
+        (source / "config.json").write_text(json.dumps(minimind_3.config(use_moe)))
+    elif use_moe:
+        line = refusal(import_weights, source, tmp_path / "out")
+        assert "pass --num_experts_per_tok (minimind-3-moe has 1)" in line
+        flags = ["--num_experts_per_tok", "1"]
+    import_weights.main([str(source), str(tmp_path / "out"), *flags])
+    assert_close_logits(tmp_path / "out", minimind_3.logits(weights, some_tokens()))
+    said = capsys.readouterr().out.splitlines()[-1]
+    if form == "state dict":
+        assert "n_heads 8, norm_eps 1e-06 (assumed), rope_theta 1e+06 (assumed)" in said
+        assert ("norm_topk_prob 1 (assumed)" in said) == use_moe
+
+
+# Parts of real templates: loops with break and continue, JSON, a block for thinking, refusals.
+TEMPLATE = """\
+{%- if tools is not none or documents is not none %}
+    {{- raise_exception("there is nothing to use") }}
+{%- endif %}
+{{- bos_token }}
+{%- set state = namespace(last=-1) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == "user" %}
+        {%- set state.last = loop.revindex0 %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if not message.content %}{% continue %}{% endif %}
+    {%- if message.content == "forbidden" %}{{ raise_exception("no answer") }}{% endif %}
+    {%- set text = message.content %}
+    {%- if message.role == "system" %}
+        {%- set text = text | tojson %}
+    {%- elif message.role == "assistant" and loop.index0 < state.last %}
+        {%- set text = text.split("</think>")[-1].lstrip("\\n") %}
+    {%- endif %}
+    {{- "<|start_header_id|>" + message.role + "\\n" + text + "<|eot_id|>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|start_header_id|>assistant\\n<think>\\n" }}
+    {%- if not enable_thinking %}
+        {{- "\\n</think>\\n\\n" }}
+    {%- endif %}
+{%- endif %}"""
+
+
+def write_chat_model(folder: Path, texts: list[str], template: str = TEMPLATE) -> Path:
+    """Write a Qwen3 with a tokenizer.json and a chat template, as transformers 4 writes it."""
+    write_tokenizer(write_qwen3(folder), "llama3", texts, names=("<think>", "</think>"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_models_own_chat_template_gives_transformers_ids_here_and_in_an_export(
+    texts, tmp_path, monkeypatch, capsys
+):
+    source = write_chat_model(tmp_path / "theirs", texts)
+    import_weights.main([str(source), str(tmp_path / "ours")])
+    export_hf.main([str(tmp_path / "ours"), str(tmp_path / "hf")])
+    import_weights.main([str(tmp_path / "hf"), str(tmp_path / "again")])
+    assert (tmp_path / "again" / TEMPLATE_FILE).read_text() == TEMPLATE
+    trained = load_trained(str(tmp_path / "ours"))
+    theirs = [AutoTokenizer.from_pretrained(path) for path in (source, tmp_path / "hf")]
+    conversations = [TURNS[:n] for n in (1, 2, 3, 5)]
+    for text in (*NASTY.values(), *MARKERS, "第<3>'&", ""):
+        roles = ("system", "user", "assistant", "user")
+        conversations.append([Turn(role, text) for role in roles])
+    for turns in conversations:
+        ids = encode_chat_prompt(trained.tokenizer, turns)
+        for tokenizer in theirs:
+            messages = [turn._asdict() for turn in turns]
+            options = {"add_generation_prompt": True, "return_dict": False}
+            assert tokenizer.apply_chat_template(messages, **options) == ids, turns
+
+    # The programs use it: the server, and the chat in a terminal.
+    messages = [{"role": "user", "content": "1 + 1"}]
+    prompt = theirs[0].apply_chat_template(messages, **options)
+    request = ChatRequest.model_validate({"messages": messages})
+    assert request.encode(trained.tokenizer) == (prompt, [])
+    monkeypatch.setattr("sys.stdin", io.StringIO("1 + 1\n"))
+    capsys.readouterr()
+    chat.main([str(tmp_path / "ours"), "--temperature", "0", "--max_new_tokens", "12"])
+    out, err = capsys.readouterr()
+    (answer,) = generate(trained.model, [prompt], 12, Sampling(temperature=0))
+    assert out.rstrip("\n") == trained.tokenizer.decode(answer).rstrip("\n") != ""
+    assert "was not trained on conversations" not in err
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [(TEMPLATE, "no answer"), ("{% if %}", "Expected an expression"), ("{{ 1 + 'a' }}", "type")],
+)
+def test_a_template_that_refuses_a_message_or_fails_is_an_error_of_one_line(
+    texts, tmp_path, template, says
+):
+    source = write_chat_model(tmp_path / "theirs", texts, template)
+    import_weights.main([str(source), str(tmp_path / "ours")])
+    tokenizer = load_trained(str(tmp_path / "ours")).tokenizer
+    line = error_of(encode_chat_prompt, tokenizer, [Turn("user", "forbidden")])
+    assert line.startswith("the model's chat template: ")
+    assert says in line
