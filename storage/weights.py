@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.errors import UsageError
 from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, JinjaTemplate
-from data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
+from data.tokenizer import JsonTokenizer, Tokenizer, open_tokenizer, tokenizer_in
 from formats import portable
 from formats.hugging_face import read_llama_config, read_llama_weights
 from model import LMConfig, Transformer
@@ -129,12 +129,11 @@ def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     """Load the model `name` (see `WeightsFolder.find`) and its tokenizer. `load` builds the model.
     Raises UsageError or ConfigError if files are missing, damaged, or do not match."""
     folder = WeightsFolder.find(name)
-    tokenizer, template = open_tokenizer(folder.tokenizer), None
-    if (file := folder.tokenizer.parent / TEMPLATE_FILE).exists():
-        template = file.read_text(encoding="utf-8").strip()
-    chats = template in ("", PLAIN_JINJA)
-    if template and not chats:
-        tokenizer.chat_template = JinjaTemplate(template, tokenizer.path)
+    tokenizer, file = open_tokenizer(folder.tokenizer), folder.tokenizer.parent / TEMPLATE_FILE
+    chats = file.exists()
+    template = file.read_text(encoding="utf-8").strip() if chats else ""
+    if template not in ("", PLAIN_JINJA) and isinstance(tokenizer, JsonTokenizer):
+        chats, tokenizer.chat_template = False, JinjaTemplate(template, tokenizer.path)
     trained = Trained(load(folder), tokenizer, folder.path, chats)
     pieces, size = trained.tokenizer.vocab_size, trained.model.config.vocab_size
     if pieces > size:
