@@ -122,13 +122,8 @@ def val_loss(path: Path) -> float | None:
 
 
 def read_state(path: Path) -> dict:
-    """Read state.json of a checkpoint, also in the forms of older versions."""
-    state = portable.read_json(path / STATE)
-    identity = {"optimizer": "adamw"} | state["identity"]  # older versions name no optimizer
-    if "model" not in state:  # in older versions "identity" has the shape of the model
-        fields = [name for name in LMConfig.__dataclass_fields__ if name in identity]
-        state["model"] = {name: identity.pop(name) for name in fields}
-    return state | {"identity": identity}
+    """Read state.json of a checkpoint."""
+    return portable.read_json(path / STATE)
 
 
 def saved_lora(checkpoint: Path) -> LoRA | None:

@@ -85,4 +85,6 @@ def how_to_resume(run: Path | str) -> str:
 
 def python() -> str:
     """Return the command of this Python: "python" if the PATH leads to it, else its path."""
-    return "python" if shutil.which("python") == sys.executable else sys.executable
+    beside = os.path.join(os.path.dirname(sys.executable), "python")  # it may run as python3.11
+    is_same = os.path.exists(beside) and os.path.samefile(beside, sys.executable)
+    return "python" if is_same and shutil.which("python") == beside else sys.executable

@@ -69,16 +69,10 @@ class LossMeter:
     def load_state(self, ranks: list[dict[str, Tensor]], rank: int) -> None:
         """Continue from the state of each rank in a checkpoint. If the number of ranks has
         changed, the first process takes the sums of all ranks."""
-        saved = [self._vector(each) for each in ranks]
+        saved = [torch.stack([each[name] for name in self._saved_names]) for each in ranks]
         same = len(ranks) == self.accelerator.num_processes
         self._sums.copy_((saved[rank] if same else sum(saved) * (rank == 0))[:-1])
         self.skipped_steps.fill_(int(saved[0][-1]))
-
-    def _vector(self, saved: dict[str, Tensor]) -> Tensor:
-        if "log" not in saved:
-            return torch.stack([saved[name] for name in self._saved_names])
-        loss, weight, skipped, *parts = saved["log"]  # a checkpoint of an earlier version
-        return torch.stack([loss, *parts, weight, skipped])
 
 
 class StepClock:
