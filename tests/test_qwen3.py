@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import VOCAB_SIZE, error_of
 from json_tokenizers import write_tokenizer
+from safetensors.torch import load_file
 from test_chat_template import MARKERS, TURNS
 from test_export_hf import logits_of, some_tokens
 from test_tokenizer import NASTY
@@ -61,6 +62,10 @@ def test_a_qwen3_of_transformers_has_equal_logits_here_and_when_exported_again(
     assert_close_logits(tmp_path / "ours", expected)
     export_hf.main([str(tmp_path / "ours"), str(tmp_path / "back")])
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind
+    names, theirs = (
+        load_file(tmp_path / x / "model.safetensors").keys() for x in ("back", "theirs")
+    )
+    assert names == theirs  # no shared expert is faked
     torch.testing.assert_close(logits_of(tmp_path / "back"), expected, atol=1e-5, rtol=0)
 
 
