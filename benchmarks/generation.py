@@ -22,7 +22,8 @@ from torch import Tensor
 from benchmarks.cli import heading, new_parser, table
 from benchmarks.work import SIZES
 from common.errors import UsageError, one_line_errors
-from formats.hugging_face import llama_config, to_llama
+from formats.config_json import llama_config
+from formats.weight_names import to_llama
 from inference import decoder
 from inference.decoder import Decoder
 from inference.generation import generate

@@ -12,8 +12,8 @@ from common.atomic import whole_file
 from common.errors import UsageError
 from data.chat_template import PLAIN_JINJA
 from data.tokenizer import JsonTokenizer, Tokenizer
-from formats.hugging_face import llama_name, their_rows
 from formats.tokenizer_json import read_exact
+from formats.weight_names import llama_name, their_rows
 from model.config import LMConfig
 from model.rotary import rotary_frequencies
 from model.transformer import Transformer

@@ -21,7 +21,7 @@ from data.tokenizer import (
     tokenizer_in,
 )
 from formats.config_json import read_llama_config
-from formats.hugging_face import OUTER, is_learned, our_rows, our_weights, read_llama_weights
+from formats.hugging_face import read_llama_weights
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -33,6 +33,7 @@ from formats.portable import (
     save_portable,
     without_memory,
 )
+from formats.weight_names import OUTER, is_learned, our_rows, our_weights
 from model.config import LMConfig
 
 PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # added by DDP and torch.compile

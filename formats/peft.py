@@ -1,15 +1,15 @@
 """Write LoRA adapters in the format of the package `peft`.
 
 PEFT loads the adapters onto the run's initial weights (folder base/), exported by export_hf.
-For wq and wk, the rows of lora_b are reordered like those of weights in formats/hugging_face.py.
+For wq and wk, the rows of lora_b are reordered like those of weights in formats/weight_names.py.
 """
 
 from pathlib import Path
 
 from torch import Tensor
 
-from formats.hugging_face import llama_name, to_llama
 from formats.portable import save_tensors, write_json
+from formats.weight_names import llama_name, to_llama
 from model.config import LMConfig
 from model.lora import LoRA
 

@@ -13,7 +13,8 @@ from common.errors import UsageError
 from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, JinjaTemplate
 from data.tokenizer import JsonTokenizer, Tokenizer, open_tokenizer, tokenizer_in
 from formats import portable
-from formats.hugging_face import read_llama_config, read_llama_weights
+from formats.config_json import read_llama_config
+from formats.hugging_face import read_llama_weights
 from model import LMConfig, Transformer
 from model.lora import merged_weights
 from storage import checkpoint
