@@ -125,7 +125,8 @@ def record(run: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor]
     launches them all at once for new tokens. Each call overwrites and returns the same tensor."""
     graph, tokens = torch.cuda.CUDAGraph(), tokens.clone()
     # The first context selects the GPU of `tokens`, and restores the stream after an error.
-    with torch.cuda.stream(torch.cuda.current_stream(tokens.device)), torch.cuda.graph(graph):
+    stream = torch.cuda.stream(torch.cuda.current_stream(tokens.device))
+    with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may use CUDA
         logits = run(tokens)
 
     def replay(new: Tensor) -> Tensor:

@@ -39,5 +39,6 @@ if [ -z "$python" ]; then
     fail "pip could not install $requirements; see its message above"
 fi
 python=$(command -v "$python")
+export TYPED_PATH="$PATH" # the PATH of the commands that the user will type
 # DeepSpeed compiles with tools such as ninja, which it searches for on PATH.
 export PATH="$(cd "$(dirname "$python")" && pwd):$PATH"

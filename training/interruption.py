@@ -75,7 +75,7 @@ def end_stopped(engines: list[Engine], saved: bool) -> None:
 
 def how_to_resume(run: Path | str) -> str:
     """Return the command that resumes a run, or the words "the same command with --resume RUN"."""
-    typed = shlex.join([python(), *sys.argv])
+    typed = f"{python()} {shlex.join(sys.argv)}"
     if "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
         typed = "the same command with"  # this process does not know the launcher's flags
     typed = os.environ.get("RESUME_WITH", typed)  # run_accelerate.sh sets it
@@ -84,7 +84,12 @@ def how_to_resume(run: Path | str) -> str:
 
 
 def python() -> str:
-    """Return the command of this Python: "python" if the PATH leads to it, else its path."""
-    beside = os.path.join(os.path.dirname(sys.executable), "python")  # it may run as python3.11
-    is_same = os.path.exists(beside) and os.path.samefile(beside, sys.executable)
-    return "python" if is_same and shutil.which("python") == beside else sys.executable
+    """Return the command of this Python: "python" if the user's PATH leads to it, else its path."""
+    beside = Path(sys.executable).with_name("python")  # it may run as python3.11
+    if not (beside.exists() and beside.samefile(sys.executable)):
+        beside = Path(sys.executable)
+    # run_accelerate.sh changes PATH, and sets TYPED_PATH.
+    if shutil.which("python", path=os.environ.get("TYPED_PATH")) == str(beside):
+        return "python"
+    here = Path.cwd()
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))

@@ -70,6 +70,10 @@ def measure_steps(kind: type[TrainingArguments], flags: dict, threads: int | Non
 
     Raises UsageError or ConfigError if the flags cannot work, TooLittleMemoryError if memory ran
     out."""
+    # Delete the previous run, which has reference cycles, and may have run out of memory. Deleting
+    # DeepSpeed's engine leaves more to delete.
+    gc.collect()
+    gc.collect()
     with (
         notebook_process([kind.program]),
         tempfile.TemporaryDirectory() as folder,
@@ -83,10 +87,11 @@ def measure_steps(kind: type[TrainingArguments], flags: dict, threads: int | Non
                 signal.signal(number, signal.SIG_DFL)
             if threads:
                 torch.set_num_threads(threads)
-            importlib.import_module(kind.program.removesuffix(".py")).train(run)
+            try:
+                importlib.import_module(kind.program.removesuffix(".py")).train(run)
+            finally:
+                if run.engine.deepspeed is not None:
+                    run.model.destroy()  # else DeepSpeed's hooks would keep the weights
+                    importlib.import_module("deepspeed.comm").destroy_process_group()
             first, *others = (after - before for before, after in pairwise(run.clock))
-            del run
-        if torch.distributed.is_initialized():  # DeepSpeed has created a process group
-            importlib.import_module("deepspeed.comm").destroy_process_group()
-        gc.collect()  # a run has reference cycles, which would keep its weights on the GPU
     return StepTime(median(others), first)

@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import sys
 from ctypes.util import find_library
 
 import pytest
-from conftest import REPOSITORY, Trained, train
+from conftest import REPOSITORY, Trained, run, train
 
 pytestmark = pytest.mark.slow
 
@@ -48,9 +49,9 @@ def whole(packed, tmp_path_factory) -> Trained:
 
 
 def test_six_config_files_start_their_engines(relay):
-    for (engine, _), run in zip(RELAY, relay, strict=True):
-        assert f"engine: {NAMES[engine]}" in run.out
-        assert ("PyTorch's AdamW" in run.out) == ("offload" in engine)  # there is no compiler
+    for (engine, _), part in zip(RELAY, relay, strict=True):
+        assert f"engine: {NAMES[engine]}" in part.out
+        assert ("PyTorch's AdamW" in part.out) == ("offload" in engine)  # there is no compiler
     assert NAMES.keys() == {engine for engine, _ in RELAY}
 
 
@@ -102,3 +103,41 @@ def test_a_run_resumed_with_nvme_is_equal_to_the_bit_and_the_state_is_on_the_dis
     assert size > 1.2 * sum(tensor.nbytes for tensor in whole.tensors("optimizer").values())
     path = whole.stopped_after(2, tmp_path / "resumed")
     assert train(tmp_path / "ds.json", 2, packed, path, f"{flags} --resume {path}").ends_as(whole)
+
+
+MEASURE_THREE_TIMES = """
+import gc, sys
+import train_pretrain_accelerate as program
+from common.errors import TooLittleMemoryError
+from model import Transformer
+from training.arguments import TrainingArguments
+from training.measurement import measure_steps
+
+train, alive = program.train, []
+
+def counted(run):
+    models = [x for x in gc.get_objects() if isinstance(x, Transformer)]
+    alive.append(sum(not model.norm.weight.is_meta for model in models))
+    if len(alive) == 1:
+        raise RuntimeError("CUDA out of memory")
+    train(run)
+
+program.train = counted
+flags = {"dim": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "dtype": "float32"}
+flags |= {"data": sys.argv[1], "compile": "off", "local_rank": None}
+if len(sys.argv) > 2:
+    flags["deepspeed"] = sys.argv[2]
+for _ in range(3):
+    try:
+        measure_steps(TrainingArguments, dict(flags), 1)
+    except TooLittleMemoryError:
+        print("too little memory")
+print("alive:", *alive)
+"""
+
+
+@pytest.mark.parametrize("file", [[], ["ds_config.json"]], ids=["plain", "ZeRO-2"])
+def test_a_measurement_frees_its_model_even_if_memory_runs_out(packed, file):
+    ended = run([sys.executable, "-c", MEASURE_THREE_TIMES, str(packed), *file], PYTHONPATH=".")
+    assert "too little memory" in ended.out, ended.out
+    assert "alive: 1 1 1\n" in ended.out

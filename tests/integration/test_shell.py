@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SAFETY_NET_SECONDS, Finished, clean_environment, copy_repository, run, wait_for
+from warm_ranks import NAMED
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +60,8 @@ def test_an_unusable_gpu_is_refused_before_an_installation(clone, tmp_path, gpus
     python.chmod(0o755)
     (tmp_path / "python3").symlink_to(python)
     path = f"{tmp_path}:/usr/bin:/bin"
-    ended = run(["bash", "run_accelerate.sh"], cwd=clone, PATH=path, CUDA_VISIBLE_DEVICES=visible)
+    environ = {"PATH": path, "CUDA_VISIBLE_DEVICES": visible, "PYTHON": ""}
+    ended = run(["bash", "run_accelerate.sh"], cwd=clone, **environ)
     assert ended.code == 2
     assert ("needs an NVIDIA driver from 580 on" in ended.out) is refused
     assert ("cannot make a virtual environment" in ended.out) is not refused
@@ -134,7 +136,7 @@ def test_sft_starts_from_pretraining_and_a_signal_prints_how_to_go_on(clone, pre
         free.bind(("127.0.0.1", 0))
         place = {"CUDA_VISIBLE_DEVICES": "-1", "MASTER_PORT": str(free.getsockname()[1])}
     stage = {"STAGE": "sft", "CHAT": str(chat)}
-    environ = stage | {"ENGINE": "zero3", "NUM_PROCESSES": "1"} | place
+    environ = stage | {"ENGINE": "zero3", "NUM_PROCESSES": "1"} | place | NAMED
     here = {"PATH": settings(chat)["PATH"]} | environ
     said = stopped(typed, clone, tmp_path / "log", **here)
     assert "engine: DeepSpeed ZeRO-3\n" in said
