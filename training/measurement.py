@@ -91,7 +91,8 @@ def measure_steps(kind: type[TrainingArguments], flags: dict, threads: int | Non
                 importlib.import_module(kind.program.removesuffix(".py")).train(run)
             finally:
                 if run.engine.deepspeed is not None:
-                    run.model.destroy()  # else DeepSpeed's hooks would keep the weights
+                    # Else DeepSpeed's hooks keep the weights. Under ZeRO-3 a cache of it does, too.
+                    run.model.destroy()
                     importlib.import_module("deepspeed.comm").destroy_process_group()
             first, *others = (after - before for before, after in pairwise(run.clock))
     return StepTime(median(others), first)

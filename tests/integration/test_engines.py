@@ -136,8 +136,9 @@ print("alive:", *alive)
 """
 
 
-@pytest.mark.parametrize("file", [[], ["ds_config.json"]], ids=["plain", "ZeRO-2"])
+@pytest.mark.parametrize("file", ["", "ds_config.json"])
 def test_a_measurement_frees_its_model_even_if_memory_runs_out(packed, file):
-    ended = run([sys.executable, "-c", MEASURE_THREE_TIMES, str(packed), *file], PYTHONPATH=".")
+    words = [sys.executable, "-c", MEASURE_THREE_TIMES, str(packed), *file.split()]
+    ended = run(words, PYTHONPATH=".")
     assert "too little memory" in ended.out, ended.out
     assert "alive: 1 1 1\n" in ended.out
