@@ -29,6 +29,7 @@ MARGIN = 4 / 3  # factor for activations and buffers on a GPU
 CPU_KEEPS = 1.5  # factor for activations on a CPU: some freed blocks fit no later tensor
 CPU_COPIES, CPU_COPIES_3 = 7, 9  # copies of weights on a CPU: at stages 1 and 2; at stage 3
 NVME_BUFFERS = 5 * 50_000_000  # elements: default buffer_count × zero_infinity.json's buffer_size
+SUB_GROUP = 100_000_000  # zero_infinity.json's sub_group_size: parameters updated at a time
 LARGEST_BATCH = 4096  # sequences in the largest micro-batch that is tried
 # Engines in the order in which to try them: NAME of configs/NAME.yaml → DeepSpeed file.
 NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero_infinity")
@@ -150,11 +151,16 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
         gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
         optimizer = (4 * t + moments) * share
         gradients += (4 if kind.fp32_sums else h) * t * kind.coalesces
-    places = {GPU: gradients, CPU: 0, NVME: 0}
+    places = {GPU: 0, CPU: 0, NVME: 0}
+    offloads = kind.optimizer_on != GPU
+    places[CPU if offloads and kind.stage == 3 else GPU] += gradients
     places[kind.parameters_on] += weights
     places[kind.optimizer_on] += optimizer
-    if kind.optimizer_on != GPU:
+    if offloads:
         places[kind.optimizer_on] += 4 * t * share  # fp32 gradients for the optimizer
+        places[CPU] += h * t * share * (kind.stage < 3)  # updated weights, on their way to the GPU
+    if kind.optimizer_on == NVME:  # fp32 weights, gradients and moments while they are updated
+        places[CPU] += 16 * min(t * share, SUB_GROUP)
     if kind.parameters_on == NVME:
         places[CPU] += h * NVME_BUFFERS
     working = _activations(kind, work) + _buffers(kind, work)

@@ -100,13 +100,15 @@ def describe(options: dict) -> str:
                 advice += f", and {memory(12 * total)} more while a checkpoint is written"
                 advice += "." if ram < math.inf else " (with --ram, the plan compares it)."
     advice = advice or "No engine fits: take a smaller --batch_size or more memory."
+    note = "The hours ignore communication: an engine that sends more takes longer than they say.\n"
     if not peak:
+        note = ""
         advice += f"\nHours are unknown for {name} in {precision}: pass a --device such as H100"
     return (
         f"{total / 1e6:.2f} million parameters, {step:,} tokens per step, "
         f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps\n"
         f"{limit / GIB:.1f} GiB for each of {processes} processes, of which {OVERHEAD // GIB} for "
-        f"libraries; {name} at {plan.mfu:.0%} MFU\n\n{columns(rows)}\n\n{advice}"
+        f"libraries; {name} at {plan.mfu:.0%} MFU\n\n{columns(rows)}\n{note}\n{advice}"
     )
 
 

@@ -53,9 +53,9 @@ def workload(
         ("zero2", "bfloat16", 2 + 4 / 4 + 12 / 4, 0, 0),
         ("zero3", "bfloat16", 2 / 4 + 4 / 4 + 12 / 4, 0, 0),
         ("zero2", "float32", 4 + 4 / 4 + 12 / 4, 0, 0),
-        ("zero2_offload", "bfloat16", 2 + 4 / 4, 16 / 4, 0),
-        ("zero3_offload", "bfloat16", 4 / 4, 18 / 4, 0),
-        ("zero_infinity", "bfloat16", 4 / 4, 0, 18 / 4),
+        ("zero2_offload", "bfloat16", 2 + 4 / 4, 18 / 4, 0),
+        ("zero3_offload", "bfloat16", 0, 22 / 4, 0),
+        ("zero_infinity", "bfloat16", 0, 4 / 4 + 16 / 4, 18 / 4),
     ],
 )
 def test_the_bytes_of_each_state_equal_its_formula(engine, dtype, per_parameter, in_ram, on_nvme):

@@ -52,7 +52,7 @@ def test_the_ram_of_an_engine_that_offloads_is_named_and_must_be_there(capsys):
     assert command == "ENGINE=zero2_offload bash run_accelerate.sh"
     assert float(ram.removeprefix("Its 2 processes need ").split()[0]) > 60
     assert "Take ZeRO-2, optimizer on the CPU" in page(capsys, f"{flags} --ram 128")[-3]
-    assert "Take ZeRO-3, all on NVMe" in page(capsys, f"{flags} --ram 16")[-3]
+    assert "Take ZeRO-3, all on NVMe" in page(capsys, f"{flags} --ram 32")[-3]
     assert "No engine fits" in page(capsys, f"{flags} --ram 0.1")[-1]
 
 
