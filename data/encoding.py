@@ -1,9 +1,10 @@
 """Encode records of text or conversations as tokens, in several processes.
 
-Training reads a small text several times, so the model memorises it. If the text is split into
-different pieces each time, the model memorises less and learns how words are spelled. BPE-dropout
-(Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips merges; this module instead splits pieces
-that the tokenizer has returned. In the last tenth of a run no piece is split (training/run.py).
+Training reads a small text several times, so the model memorises it. If each copy of the text is
+split into pieces differently (a segmentation), the model memorises less and learns how words are
+spelled. BPE-dropout (Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips merges of the
+tokenizer. This module instead splits pieces that the tokenizer has returned. The last tenth of a
+run reads the copy in which no piece was split (training/run.py).
 """
 
 import hashlib
@@ -29,9 +30,9 @@ from data.corpus import Record, load_json, parse
 from data.shards import TEXT, token_dtype
 from data.tokenizer import Tokenizer, open_tokenizer
 
-BATCH_BYTES = 256 * 1024  # text per call of a worker, enough to outweigh the cost of a call
+BATCH_BYTES = 256 * 1024  # text per call of a worker; calls with less text cost too much time
 SPLIT_SHARE = 0.1  # share of the divisible pieces that each round splits
-SPLIT_ROUNDS = 2  # the second round may split the parts of the first again
+SPLIT_ROUNDS = 2  # the second round may split the results of the first round again
 
 
 class Document(NamedTuple):
@@ -65,7 +66,7 @@ def hash_of(content: bytes, digest_size: int = 8) -> int:
 
 def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) -> Encoded:
     """Encode records of `kind`, text or conversations, with the tokenizer at `path`.
-    Each text is split into pieces in `segmentations` ways; all except the first are random."""
+    A text gets `segmentations` segmentations: the tokenizer's own, then random ones."""
     tokenizer = _loaded(path)
     texts, documents, bad = [], [], []
     for record in batch:
@@ -127,7 +128,7 @@ def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generat
 
 def _conversation(tokenizer: Tokenizer, turns: list[Turn], where: str) -> Document:
     ids, counts = encode_conversation(tokenizer, turns, where)
-    # Start and end of each answer. `append=False` ends an answer that includes the last id.
+    # Find where answers start and end. `append=False` ends an answer that includes the last id.
     answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
     tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))
     n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)

@@ -1,8 +1,9 @@
 """The order in which samples are read: a shuffle that stores no list, divided among processes.
 
-The processes together read a stream of samples. A position counts the samples before it. The sample
-at a position depends on the seed, but not on the number of processes. A resumed run with the same
-seed and global batch therefore continues with the same samples on any number of processes.
+The processes together read one endless stream of samples. Position 0 is the first sample that a run
+reads, position 1 the second. The sample at a position depends on the seed, but not on the number of
+processes. Therefore a resumed run with the same seed and global batch continues with the same
+samples on any number of processes.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,12 +54,12 @@ class MicroBatchSampler:
     rank: int = 0
     world_size: int = 1
     seed: int = 0  # seed of all shuffles
-    start: int = 0  # samples that all processes together have consumed before
+    start: int = 0  # position at which the run begins: the samples that it has already read
 
     def __iter__(self) -> Iterator[list[int]]:
         stride = self.world_size * self.batch_size
         first = self.start + self.rank * self.batch_size
-        # One call for a block: shuffling 1,000 numbers takes 1 to 6 times as long as shuffling 8.
+        # Shuffling 1,000 numbers takes only 1 to 6 times as long as 8, so one call does a block.
         block = first + stride * np.arange(BLOCK)[:, None] + np.arange(self.batch_size)
         while True:
             yield from self.indices(block).tolist()
@@ -80,12 +81,12 @@ def _in_periods(positions: np.ndarray, size: int, of_period: Callable) -> np.nda
     return out
 
 
-WINDOW = 32  # the samples of at most this many global batches are sorted by length together
+WINDOW = 32  # at most this many global batches are sorted by length together
 
 
 @dataclass(kw_only=True)
 class LengthSampler(MicroBatchSampler):
-    """A stream whose global batches hold samples of similar length, to save padding.
+    """A stream whose global batches hold samples of similar length, which need little padding.
     The shuffled samples are cut into windows. The samples of a window are sorted by length and cut
     into global batches, which are shuffled. A global batch does not depend on world_size."""
 

@@ -88,7 +88,7 @@ class PackingOptions:
     skip_bad_lines: bool
     tokenizer: str | None = None  # path of a tokenizer; None: train one on the text
     text_column: str = TEXT_COLUMN  # see `read_records`
-    segmentations: int | None = 1  # ways to split a training document into pieces; None: by size
+    segmentations: int | None = 1  # of a training document, see `data.encoding`; None: by size
     kind: str = TEXT  # one of `shards.KINDS`
 
     def val_fraction_of(self, files: list[str]) -> float:
@@ -100,7 +100,7 @@ class PackingOptions:
         return defaults_for(files).val_fraction
 
     def segmentations_of(self, files: list[str]) -> int:
-        """Return in how many ways each training document is split into pieces."""
+        """Return the number of copies of each training document, see `data.encoding`."""
         return self.segmentations or defaults_for(files).segmentations
 
     def records(self, files: list[str]) -> Iterator[Record]:
@@ -176,7 +176,7 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
     chosen, yield the first documents. Raises UsageError if every document is bad."""
     size, first_bad = TOKENIZER_SAMPLE_BYTES, None
     chosen = 2**32 * size / max(text_size(files), 1)
-    # The limit of 2 * size is reached if text_size is wrong or documents repeat.
+    # The sample reaches the limit of 2 * size if text_size is wrong or documents repeat.
     for threshold, limit in ((chosen, 2 * size), (2**32, size)):
         taken = 0
         for record in options.records(files):
@@ -206,9 +206,9 @@ def _write_splits(
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits, and return their part of the description. A document is for
-    validation if its `number`, a hash of 64 bits, is below `share` · 2^64; if this holds for all,
-    the first one is for training. The training split first holds the first segmentation of all its
-    documents, then the other segmentations."""
+    validation if its `number`, a hash of 64 bits, is below `share` · 2^64. If this holds for all
+    documents, the first document is for training. The training split holds the first segmentation
+    of all its documents, then the other segmentations."""
     train, resegmented, val = map(writer, ("train", "train-resegmented", "val"))
     n_bad, first_bad = 0, None
     waiting = []  # documents for validation before the first document for training

@@ -33,7 +33,8 @@ def said(error: Exception, recompute: str = "off", **model_settings) -> str:
 def test_out_of_memory_names_the_flags_in_use_and_what_to_change(error, details):
     line = said(error, max_seq_len=1024, dim=64)
     flags = "--batch_size 24 --accumulation_steps 2"
-    assert line.startswith(f"out of memory with {flags}: a smaller --batch_size with larger ")
+    advice = "to use less memory, try a smaller --batch_size with larger "
+    assert line.startswith(f"out of memory with {flags}: {advice}")
     assert details in line
     assert "Process 1" not in line
     assert "--use_flash_attn" not in line

@@ -180,7 +180,7 @@ def test_a_student_takes_data_and_length_of_its_teacher_and_may_not_exceed_the_l
     with pytest.raises(UsageError, match=r"training data of .* was not found"):
         student(runs)
     assert student(runs, "--data", str(packed)).config.max_seq_len == 24
-    with pytest.raises(UsageError, match="reads 24 tokens at most, the student 32"):
+    with pytest.raises(UsageError, match="reads at most 24 tokens, but the student 32"):
         student(runs, "--data", str(packed), "--max_seq_len", "32")
 
 

@@ -8,10 +8,11 @@ import pytest
 
 import train_several_accelerate as several
 from common.errors import UsageError
-from model import ConfigError
+from model import ConfigError, LMConfig
 from storage.folder import RunFolder
 from train_several_accelerate import Runs, SeveralArguments, read_models, resumed_together
 from training.arguments import TrainingArguments, build_parser, parse_arguments
+from training.set_up import require_the_same_batches
 
 DECAYS = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3}}
 
@@ -171,3 +172,15 @@ def test_all_models_save_when_one_is_due_or_a_stop_is_requested(monkeypatch):
     together.finish()
     assert first.done[1:] == second.done[1:] == [(4, None), "closed"]
     assert ended == [True]
+
+
+def test_models_that_would_read_different_batches_are_refused_with_the_value_of_each():
+    def inputs(name: str, max_seq_len: int = 8, steps: int = 5) -> SimpleNamespace:
+        args, config = TrainingArguments(run_name=name), LMConfig(max_seq_len=max_seq_len)
+        return SimpleNamespace(args=args, config=config, total_steps=steps)
+
+    require_the_same_batches([inputs("a"), inputs("b")])
+    with pytest.raises(UsageError, match="the same max_seq_len: a 8, b 16"):
+        require_the_same_batches([inputs("a"), inputs("b", max_seq_len=16)])
+    with pytest.raises(UsageError, match="the same number of steps: a 5, b 6"):
+        require_the_same_batches([inputs("a"), inputs("b", steps=6)])

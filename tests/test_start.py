@@ -78,7 +78,7 @@ def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device,
     assert start_block.warnings(run_of(enough, device, offload)) == []
     (line,) = start_block.warnings(run_of(enough - 2, device, offload))
     assert line.startswith("WARNING: a process may need ")
-    assert f", but has only {(enough - 2) / GIB:.2f} GiB: a smaller --batch_size" in line
+    assert f", but has only {(enough - 2) / GIB:.2f} GiB: to use less memory, try a " in line
     # Offloading saves memory only on a GPU.
     saves = offload and device == "cuda"
     assert (enough < enough_for(run_of(device=device))) == saves
@@ -136,12 +136,16 @@ def test_bf16_on_a_cpu_that_emulates_it_is_warned_of(run_of):
 
 
 @pytest.mark.parametrize(
-    ("args", "how"), [(TrainingArguments(), "smaller"), (SFTArguments(data="x"), "larger")]
+    ("args", "cause", "how"),
+    [
+        (TrainingArguments(), "is shorter than one sequence", "smaller"),
+        (SFTArguments(data="x"), "has no conversation that fits", "larger"),
+    ],
 )
-def test_data_without_a_validation_split_give_a_warning(run_of, args, how):
+def test_data_without_a_validation_split_give_a_warning(run_of, args, cause, how):
     (line,) = start_block.warnings(run_of(val_set=None, args=args))
-    assert line.startswith("NO VALIDATION: ")
-    assert f"with a {how} --max_seq_len" in line
+    assert line.startswith(f"NO VALIDATION: the validation split {cause} (--max_seq_len ")
+    assert f"Pass a {how} --max_seq_len" in line
 
 
 @pytest.mark.parametrize(("trained", "resumed"), [(256, False), (256, True), (512, False)])
@@ -150,7 +154,8 @@ def test_positions_that_were_never_trained_are_warned_of(run_of, tmp_path, train
     config = LMConfig(max_seq_len=trained)
     source = SimpleNamespace(path=Path("out/runs/short/weights"), config=lambda: config)
     begin = StartingPoint(RunFolder(tmp_path), checkpoint=tmp_path if resumed else None)
-    said = "WARNING: out/runs/short/weights was trained on 256 positions, this run has 512: pass "
+    said = "WARNING: out/runs/short/weights was trained on 256 positions, but this run has 512: "
+    said += "pass "
     said += "--max_seq_len 256, or train long enough to learn the others"
     expected = [said] if trained < CONFIG.max_seq_len and not resumed else []
     assert start_block.warnings(run_of(source=source, start=begin)) == expected

@@ -102,7 +102,7 @@ def test_a_teacher_that_does_not_fit_a_student_is_refused(weights, data, engine,
     find(weights).require_fit(data, engine)
     longer = PackedDataset(packed, "train", 64)
     said = refused(weights, longer)
-    assert "reads 32 tokens at most, the student 64: pass --max_seq_len 32" in said
+    assert "reads at most 32 tokens, but the student 64: pass --max_seq_len 32" in said
     smaller = save_model(tmp_path / "smaller", opinionated(399, SEQ_LEN), packed)
     assert "vocabulary 400, has another tokenizer than the model in" in refused(smaller, data)
     other = PackedDataset(data.folder, "train", SEQ_LEN)

@@ -50,4 +50,4 @@ def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
         ways.append("--gradient_checkpointing blocks")
     if not use_flash_attn:
         ways.append("--use_flash_attn")
-    return f"{', '.join(ways)} need less memory"
+    return f"to use less memory, try {', '.join(ways)}"

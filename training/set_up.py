@@ -37,8 +37,8 @@ def run_program(
     argv: list[str] | None,
     make: Callable[[TrainingArguments, dict], Any] | None = None,
 ) -> None:
-    """Set up a run and train it, unless it is finished. If `argv` is None, take the flags of the
-    command line, and end with `exit_rank`. With `argv`, as in a notebook, the process goes on.
+    """Set up a run and train it, unless it is finished. If `argv` is None, the flags are those of
+    the command line, and the process ends here. With `argv`, as in a notebook, it continues.
     `make` (default: `set_up`) returns the argument of `train`, or None if the run is finished."""
     process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
     try:
@@ -56,7 +56,7 @@ def run_program(
 
 @contextmanager
 def notebook_process(command: list[str]) -> Iterator[None]:
-    """Context in which sys.argv is `command`. Afterwards the process can begin another run."""
+    """Set sys.argv to `command` for the context. The process can then begin another run."""
 
     def forget_models() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)  # allows another precision
@@ -92,8 +92,8 @@ def set_up_together(
     resumed: Callable[[], list] | None = None,
     kind: type[Run] = Run,
 ) -> dict[Run, dict]:
-    """Set up runs that read the same batches. Return a dict: unfinished run → its random state. The
-    main process calls `resumed`, if given, which returns the value of --resume for each run."""
+    """Set up runs that read the same batches. Return a dict: unfinished run → its random state.
+    `resumed`, if given, returns the value of --resume for each run; the main process calls it."""
     started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
     require_trackers(first.trackers)
     engines = build_engines([args for args, _ in models])
@@ -103,9 +103,7 @@ def set_up_together(
         models = [(replace(args, resume=path), settings) for (args, settings), path in pairs]
     pairs = zip(models, engines, strict=True)
     inputs = [find_inputs(args, settings, engine) for (args, settings), engine in pairs]
-    batches = {(x.config.max_seq_len, x.args.global_batch(1), x.total_steps) for x in inputs}
-    if len(batches) > 1:
-        raise UsageError(f"models differ in (max_seq_len, sequences per process, steps): {batches}")
+    require_the_same_batches(inputs)
     stop = StopRequest(engines[0], first.time_limit, first.save_minutes, since=started)
     runs = {}
     for each, engine in zip(inputs, engines, strict=True):
@@ -124,6 +122,18 @@ def set_up_together(
     return runs
 
 
+def require_the_same_batches(inputs: list[Inputs]) -> None:
+    """Raise UsageError if two models would read different batches."""
+    for name, values in {
+        "max_seq_len": [x.config.max_seq_len for x in inputs],
+        "number of sequences per process and step": [x.args.global_batch(1) for x in inputs],
+        "number of steps": [x.total_steps for x in inputs],
+    }.items():
+        if len({*values}) > 1:
+            of_each = [f"{x.args.run_name} {v}" for x, v in zip(inputs, values, strict=True)]
+            raise UsageError(f"all models must have the same {name}: {', '.join(of_each)}")
+
+
 def select_engine(engine: Engine) -> None:
     """Make Accelerate use the DeepSpeed configuration of this engine."""
     if engine.plugin is not None:
@@ -133,7 +143,7 @@ def select_engine(engine: Engine) -> None:
 def start_run(
     inputs: Inputs, engine: Engine, stop: StopRequest, name: str, kind: type[Run]
 ) -> Run | None:
-    """Build the model, load weights, print the start block; return None if the run is finished.
+    """Build the model, load weights and print the start block. Return None if the run is finished.
     Every process must call it. Raises UsageError or ConfigError if the run cannot be trained."""
     args, start, train_set = inputs.args, inputs.start, inputs.train_set
     on_main_process(engine, partial(claim, start.folder))  # a new folder is not yet locked

@@ -1,4 +1,4 @@
-"""What a run says before its first step: its facts and warnings."""
+"""The summary and the warnings that a run prints before its first step."""
 
 import os
 
@@ -22,7 +22,7 @@ from training.run import Run
 
 
 def start_block(run: Run) -> str:
-    """Return the facts of a run, one per line, with aligned names."""
+    """Return the summary of a run: one fact per line, with aligned names."""
     args, engine, inputs, rate = run.args, run.engine, run.inputs, run.learning_rate
     device, data, batch = run.accelerator.device, inputs.train_set, run.samples_per_step
     lora, checkpoint = inputs.shapes.lora, inputs.start.checkpoint
@@ -118,21 +118,24 @@ def _parameters(shapes: Transformer) -> str:
 def warnings(run: Run) -> list[str]:
     """Return the warnings to print before the first step. Every process must call it."""
     args, inputs, engine, device = run.args, run.inputs, run.engine, run.accelerator.device
-    # The smallest of all processes:
+    # The process with the least memory decides.
     free = -engine.largest(-available_memory(device, engine.processes))
     ram = -engine.largest(-available_memory(torch.device("cpu"), engine.processes))
     texts = []
     if device.type == "cpu" and args.dtype == "bfloat16" and cpu_emulates_bf16():
         texts.append("WARNING: this CPU emulates bf16: --dtype float32 is many times faster")
     if inputs.val_set is None:
-        other = "larger" if args.dataset.kind == CONVERSATIONS else "smaller"
+        cause, other = "is shorter than one sequence", "smaller"
+        if args.dataset.kind == CONVERSATIONS:
+            cause, other = "has no conversation that fits", "larger"
         texts.append(
-            "NO VALIDATION: prepare the data with a larger --val_fraction, or train with a "
-            f"{other} --max_seq_len than {inputs.config.max_seq_len}"
+            f"NO VALIDATION: the validation split {cause} (--max_seq_len "
+            f"{inputs.config.max_seq_len}). Pass a {other} --max_seq_len, or prepare the data with "
+            "a larger --val_fraction"
         )
     source, n = inputs.source, inputs.config.max_seq_len
     if source and not inputs.start.checkpoint and (most := source.config().max_seq_len) < n:
-        text = f"WARNING: {source.path} was trained on {most} positions, this run has {n}"
+        text = f"WARNING: {source.path} was trained on {most} positions, but this run has {n}"
         texts.append(f"{text}: pass --max_seq_len {most}, or train long enough to learn the others")
     if not fits(engine.kind, run.work, free):
         needs = f"{memory(estimate(engine.kind, run.work).peak)} plus a margin"
@@ -140,7 +143,7 @@ def warnings(run: Run) -> list[str]:
         texts.append(f"WARNING: a process may need {needs}, but has only {memory(free)}: {advice}")
     if (offloaded := estimate(engine.kind, run.work).ram) > ram:
         text = f"WARNING: each process offloads {memory(offloaded)} to RAM, but only {memory(ram)} "
-        texts.append(f"{text}are free for it: the system may kill it; take more GPUs or NVMe")
+        texts.append(f"{text}are free: the system may kill it. Use more GPUs, or NVMe")
     if engine.total(int(not run.folder.path.exists())):
         texts.append(
             f"WARNING: not every machine sees {run.folder.path}, where machine 0 writes: "

@@ -1,6 +1,7 @@
 """The teacher of distillation: a trained model, whole on every process or divided by ZeRO-3.
 
-Accelerate does not prepare it: a second DeepSpeed plugin would overwrite --accumulation_steps.
+The teacher is not given to Accelerate, because a second DeepSpeed plugin would overwrite
+--accumulation_steps.
 """
 
 from dataclasses import dataclass
@@ -74,14 +75,15 @@ class TeacherWeights:
             raise UsageError(f"{self.source.path} has no tokenizer to compare with the data's")
         require_same_tokenizer(self.source, data)
         if (most := self.shapes.config.max_seq_len) < data.seq_len:
-            limit = f"the teacher reads {most} tokens at most, the student {data.seq_len}"
+            limit = f"the teacher reads at most {most} tokens, but the student {data.seq_len}"
             raise UsageError(f"{limit}: pass --max_seq_len {most}")
 
 
 class Teacher:
-    """A teacher on its device, with weights in `dtype`. Logits beyond `vocab_size`, the vocabulary
-    of the data, are cut off. Every process must create and call it; creating it draws random
-    numbers. Raises UsageError or ConfigError if its weights cannot be read."""
+    """A teacher on its device, with weights in `dtype`. It returns the logits of the first
+    `vocab_size` tokens, the vocabulary of the data. Every process must create and call the teacher.
+    Creating it changes the random state, so `build_model` sets the seed later. Raises UsageError or
+    ConfigError if its weights cannot be read."""
 
     def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):
         self.found, self.vocab_size = found, vocab_size
