@@ -14,7 +14,7 @@ from model import LMConfig, Transformer
 from storage.folder import RunFolder
 from training import outputs
 from training.arguments import TrainingArguments
-from training.outputs import PROMPT_TOKENS, prompt_and_continuation, write_sample
+from training.outputs import PROMPT_TOKENS, prompt_and_continuations, write_sample
 
 
 @pytest.fixture
@@ -64,9 +64,10 @@ def test_each_sample_has_its_step_its_prompt_and_that_steps_text(write, model, t
 def test_without_a_prompt_the_beginning_of_the_validation_text_is_used(text, model):
     tokenizer = Tokenizer(text.tokenizer_path)
 
-    def written(data, seed: int = 1) -> tuple[str, str]:
+    def written(data, seed: int = 1) -> tuple[str, list[str]]:
         args = TrainingArguments(sample_tokens=3, seed=seed)
-        return prompt_and_continuation(model, tokenizer, SimpleNamespace(args=args, val_set=data))
+        inputs = SimpleNamespace(args=args, val_set=data)
+        return prompt_and_continuations(model, tokenizer, inputs, count=2)
 
     prompt, _ = written(text)
     assert prompt
@@ -74,6 +75,7 @@ def test_without_a_prompt_the_beginning_of_the_validation_text_is_used(text, mod
     assert len(tokenizer.encode(prompt)) <= PROMPT_TOKENS
     texts = [written(text, seed)[1] for seed in (1, 2, 1)]
     assert texts[0] == texts[2] != texts[1]
+    assert texts[0][0] != texts[0][1] == texts[1][0]  # continuation i is drawn with seed + i
     # The prompt does not end inside a character.
     ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode("🤗" * 8)])
     assert len(ids) == 33  # BOS and 8 × 4 bytes; the first PROMPT_TOKENS are BOS and 11 bytes
@@ -88,9 +90,9 @@ def test_the_main_process_samples_in_the_training_precision_and_reports_a_failed
 
     def continuation(decoder, *rest):
         used.append(decoder.dtype)
-        return "", ""
+        return "", [""]
 
-    monkeypatch.setattr(outputs, "prompt_and_continuation", continuation)
+    monkeypatch.setattr(outputs, "prompt_and_continuations", continuation)
     for dtype in ("float32", "bfloat16"):
         write(2, dtype=dtype)
     write(2, is_main=False)

@@ -1,4 +1,5 @@
 import math
+import zlib
 
 import pytest
 import torch
@@ -6,9 +7,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from data.dataset import PackedDataset
+from data.tokenizer import open_tokenizer
 from model import IGNORE_INDEX, LMConfig, Transformer
 from model.transformer import TransformerOutput
-from training.validation import validate, validation_loader
+from training.validation import validate, validation_loader, yardsticks
 
 SEQ_LEN = 16
 
@@ -82,3 +84,14 @@ def test_validation_is_the_mean_over_samples_to_the_bit(packed, accelerator, bat
     assert result["loss"] == total / len(dataset)
     bits = total / len(dataset) / math.log(2)
     assert result["bits_per_byte"] == pytest.approx(bits / dataset.bytes_per_token)
+
+
+def test_yardsticks_are_those_of_the_whole_validation_text(packed):
+    data = PackedDataset(packed, "val", SEQ_LEN)
+    text = "".join(open_tokenizer(packed).decode(data[i][0].tolist()) for i in range(len(data)))
+    found = yardsticks(data)
+    assert found["gzip"] == pytest.approx(
+        8 * len(zlib.compress(text.encode(), 9)) / len(text), 0.05
+    )
+    assert 0 < found["xz"] < 8
+    assert found["untrained"] == pytest.approx(math.log2(400) / data.bytes_per_token)

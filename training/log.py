@@ -188,6 +188,11 @@ class TrainingLog:
             f"step {step}/{self.total_steps}  validation loss {result['loss']:.4f}  "
             f"perplexity {result['perplexity']:.4g}  bits per byte {result['bits_per_byte']:.4f}"
         )
+        if "gzip" in result:
+            self.say(
+                f"bits per byte of the same text: untrained model {result['untrained']:.2f}, "
+                f"gzip -9 {result['gzip']:.2f}, xz -9 {result['xz']:.2f}"
+            )
 
     def profile(self, step: int, seconds: dict[str, float], line: str) -> None:
         """Write the seconds of a step and of its phases to metrics.jsonl, and print `line`."""

@@ -29,14 +29,15 @@ from training.inputs import Inputs
 from training.interruption import how_to_resume, python
 from training.log import TrainingLog
 
+CONTINUATIONS = 3  # of the prompt, that the finished model writes
 PROMPT_TOKENS = 12  # tokens of a prompt from text data, if --sample_prompt is not given
 SHOWN = 80  # characters of a sample that the log shows
 
 
-def prompt_and_continuation(
-    model: Decoder | Transformer, tokenizer: Tokenizer, inputs: Inputs
-) -> tuple[str, str]:
-    """Return the prompt (by default from validation or training data) and a continuation."""
+def prompt_and_continuations(
+    model: Decoder | Transformer, tokenizer: Tokenizer, inputs: Inputs, count: int = 1
+) -> tuple[str, list[str]]:
+    """Return the prompt (by default from validation or training data) and its continuations."""
     args, data = inputs.args, inputs.val_set or inputs.train_set
     next_ids = []  # tokens with which the continuation may begin; []: all
     if args.sample_prompt is None:
@@ -52,8 +53,9 @@ def prompt_and_continuation(
     else:
         prompt = encode_chat_prompt(tokenizer, [Turn("user", args.sample_prompt)])
     how, stop = Sampling(seed=args.seed), (tokenizer.eos_id,)
-    (ids,) = generate(model, [prompt], args.sample_tokens, how, next_ids=[next_ids], stop_ids=stop)
-    return tokenizer.decode(prompt), tokenizer.decode(ids)
+    more = {"next_ids": [next_ids] * count, "stop_ids": stop}
+    texts = generate(model, [prompt] * count, args.sample_tokens, how, **more)
+    return tokenizer.decode(prompt), [tokenizer.decode(ids) for ids in texts]
 
 
 def write_sample(step: int, model: Transformer | None, inputs: Inputs, log: TrainingLog):
@@ -65,7 +67,7 @@ def write_sample(step: int, model: Transformer | None, inputs: Inputs, log: Trai
     decoder.recorded = False  # no CUDA graph: no other thread may use the GPU during a recording
     tokenizer = open_tokenizer(log.folder.path)  # not the tokenizer of --data, which may be newer
     with torch.compiler.set_stance("force_eager"):  # do not compile for new shapes
-        prompt, text = prompt_and_continuation(decoder, tokenizer, inputs)
+        prompt, (text,) = prompt_and_continuations(decoder, tokenizer, inputs)
     row = json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
     try:
         with open(log.folder.samples, "a", encoding="utf-8") as file:
@@ -89,8 +91,9 @@ def write_results(inputs: Inputs, weights: dict[str, Tensor], log: TrainingLog) 
         _copy_template(run, folder)
         # Generate the sample from the new files, to check that they can be used.
         model, tokenizer = load_portable(folder), open_tokenizer(folder)
-        prompt, continuation = prompt_and_continuation(model, tokenizer, inputs)
-        run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
+        prompt, texts = prompt_and_continuations(model, tokenizer, inputs, CONTINUATIONS)
+        samples = "".join(f"--- sample {i} ---\n{prompt}{x}\n" for i, x in enumerate(texts, 1))
+        run.sample.write_text(samples, encoding="utf-8")
         draw_losses(run.path, run.loss_picture)
     path, prompt_flag = shlex.quote(str(run.path)), shlex.quote(prompt.replace("\n", " "))
     next_command = f"scripts.chat {path}"
@@ -101,7 +104,7 @@ def write_results(inputs: Inputs, weights: dict[str, Tensor], log: TrainingLog) 
     best = best and f"best validation loss {best}: {run.path}{BEST}\n"
     log.say(
         f"\n{best}"
-        f"\nsample, the model's continuation of {prompt!r}:\n{prompt}{continuation}\n\n"
+        f"\nthe model's continuations of {prompt!r}:\n{samples}\n"
         f"loss curve: {run.loss_picture}\n"
         f"report:     {try_to_write_report([run.path], run.report)}\n"
         f"weights:    {run.weights}\n{adapter if lora else ''}\n"

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from common.errors import UsageError
 from data.order import LengthSampler, MicroBatchSampler
+from data.shards import TEXT
 from engine.compilation import why_not_compile
 from engine.engine import Engine
 from model import IGNORE_INDEX
@@ -27,7 +28,7 @@ from training.optimizer import LearningRate
 from training.outputs import say_stopped, write_results, write_sample
 from training.profiler import StepProfiler
 from training.teacher import Teacher
-from training.validation import validate, validation_loader
+from training.validation import validate, validation_loader, yardsticks
 
 
 class MicroBatch(NamedTuple):
@@ -234,8 +235,10 @@ class Run:
         if not self.val_loader:
             return None
         with self.log.clock.pause():
-            bytes_per_token = self.inputs.val_set.bytes_per_token
-            result = validate(self.model, self.val_loader, self.accelerator, bytes_per_token)
+            data = self.inputs.val_set
+            result = validate(self.model, self.val_loader, self.accelerator, data.bytes_per_token)
+            if step == self.total_steps and data.kind == TEXT and self.engine.is_main:
+                result |= yardsticks(data)
         self.log.validation(step, result)
         return result["loss"] if math.isfinite(result["loss"]) else None
 

@@ -1,5 +1,7 @@
 """Validation: compute loss, perplexity and bits per byte of the validation data."""
 
+import gzip
+import lzma
 import math
 
 import torch
@@ -9,7 +11,10 @@ from torch.utils.data import DataLoader, Subset
 
 from data.dataset import TokenStream
 from data.order import spread
+from data.tokenizer import open_tokenizer
 from model import IGNORE_INDEX
+
+COMPRESSED = 2**20  # tokens of a text that `yardsticks` compresses, at most
 
 
 def validation_loader(
@@ -52,4 +57,17 @@ def validate(
         "perplexity": math.exp(min(loss, 700)),
         "bits_per_byte": loss / math.log(2) / bytes_per_token,
         "samples": samples,
+    }
+
+
+def yardsticks(data: TokenStream) -> dict[str, float]:
+    """Return bits per byte to compare a model's with: of an untrained model, which predicts every
+    token with equal probability, and of the same text compressed by gzip -9 and xz -9."""
+    chosen = range(min(len(data), 1 + COMPRESSED // data.seq_len))
+    tokens = torch.cat([data[i][0] for i in chosen]).tolist()
+    text = open_tokenizer(data.tokenizer_path).decode(tokens).encode()
+    return {
+        "untrained": math.log2(data.vocab_size) / data.bytes_per_token,
+        "gzip": 8 * len(gzip.compress(text, 9)) / len(text),
+        "xz": 8 * len(lzma.compress(text, preset=9)) / len(text),
     }
