@@ -26,6 +26,7 @@ from launch import recipe
 from launch.step_times import GPU_SHARE
 from launch.time_budget import GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED
 from model import ConfigError, LMConfig, Transformer
+from training.arguments import as_words
 
 PROGRAM = "benchmarks.recipe"
 NAMES = {f"{n_layers}x{dim}": (n_layers, dim) for n_layers, dim in recipe.SHAPES}
@@ -85,7 +86,7 @@ def row(data: Path, name: str, minutes: int, seed: int, more: str) -> dict:
     length = settings["max_seq_len"]
     model = candidate(settings, read_description(data)["vocab_size"], recipe.BATCH // length)
     flags = settings | recipe.optimizer_flags(model, muon=True) | {"batch_size": model.rows}
-    words = " ".join(f"--{name} {value}" for name, value in flags.items())
+    words = " ".join(as_words(flags))
     speed = train("speed", data, [words, f"{more} --max_steps {SPEED_STEPS}"], seed)
     steps = round(60 * minutes / speed.step_seconds)
     result = train("recipe", data, [words, f"{more} --max_steps {steps}"], seed)
@@ -107,8 +108,9 @@ def candidate(settings: dict, vocab_size: int, rows: int) -> recipe.Candidate:
     with torch.device("meta"):
         model = Transformer(LMConfig(**settings, vocab_size=vocab_size))
     length = settings["max_seq_len"]
-    flops = model.flops_per_token(length)
-    return recipe.Candidate(settings, model.num_parameters(), flops, length, rows)
+    flops, looked_up = model.flops_per_token(length), model.tok_embeddings.weight.numel()
+    size = model.num_parameters() - looked_up
+    return recipe.Candidate(settings, size, flops, length, rows, looked_up=looked_up)
 
 
 def terms(rows: list[dict]) -> np.ndarray:
@@ -157,7 +159,7 @@ def choices() -> list[dict]:
                 "text": text,
                 "time": time,
                 "layers × dim": f"{model.settings['n_layers']} × {model.settings['dim']}",
-                "million parameters": f"{model.parameters / 1e6:,.2f}",
+                "million parameters": f"{(model.parameters + model.looked_up) / 1e6:,.2f}",
                 "steps × tokens": f"{plan.steps:,} × {round(plan.tokens / plan.steps):,}",
                 "million tokens": f"{plan.tokens / 1e6:,.0f}",
                 "passes": f"{plan.passes:.2g}",

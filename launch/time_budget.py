@@ -96,7 +96,8 @@ class TimeBudget:
         models = [self.candidate(shape) for shape in shapes]
         if teacher and not self.fixed:
             most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)
-            models = [model for model in models if model.parameters <= most] or models[:1]
+            small = [m for m in models if m.parameters + m.looked_up <= most]
+            models = small or models[:1]
         fitting = [model for model in models if model.rows]
         return fitting or [replace(models[0], rows=self.typed.get("batch_size", 1))]
 
@@ -119,17 +120,19 @@ class TimeBudget:
         rows_alone = self.times.largest_rows(shapes, 1) if self.processes > 1 else rows
         settings = settings or {"n_layers": config.n_layers, "dim": config.dim}
         flops, parameters = shapes.flops_per_token(length), shapes.num_parameters(active=True)
+        looked_up = 0 if config.tie_embeddings else shapes.tok_embeddings.weight.numel()
         teacher = self.inputs.teacher
         if teacher:  # a step includes its forward pass
             flops += teacher.shapes.flops_per_token(length) / 3
         return recipe.Candidate(
             settings=settings,
-            parameters=parameters,
+            parameters=parameters - looked_up,
             flops=flops,
             length=length,
             rows=rows,
             rows_alone=rows_alone,
             student=bool(teacher),
+            looked_up=looked_up,
         )
 
     def left(self) -> float:

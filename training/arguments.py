@@ -74,6 +74,12 @@ class TrainingArguments:
         "adamw", "optimizer of the blocks' matrices (AdamW for the rest)", choices=("adamw", "muon")
     )
     learning_rate: float = setting(5e-4, "peak learning rate of AdamW", POSITIVE)
+    embedding_lr_factor: float = setting(
+        1.0, "learning rate of the input embedding, as a multiple of AdamW's", POSITIVE
+    )
+    output_lr_factor: float = setting(
+        1.0, "learning rate of an untied output layer, as a multiple of AdamW's", POSITIVE
+    )
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
     lr_schedule: str = setting("cosine", "decay after warm-up", choices=SCHEDULES)
     warmup_steps: int | None = setting(

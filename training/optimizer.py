@@ -72,16 +72,23 @@ class LearningRate:
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, without: Sequence[nn.Parameter] = ()
+    model: nn.Module,
+    weight_decay: float,
+    without: Sequence[nn.Parameter] = (),
+    lr_factors: dict[nn.Parameter, float] | None = None,
 ) -> list[dict]:
     """Return groups of trained parameters not in `without`: matrices with weight decay, and
-    scales of norms without weight decay, because scales should stay near 1."""
-    left_out = {id(p) for p in without}
-    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
-    matrices = [p for p in parameters if len(shape_of(p)) > 1]
-    scales = [p for p in parameters if len(shape_of(p)) < 2]
-    groups = ((matrices, weight_decay), (scales, 0.0))
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+    scales of norms without weight decay, because scales should stay near 1. `lr_factors` are the
+    parameters whose learning rate is a multiple of the others'."""
+    left_out, groups = {id(p) for p in without}, defaultdict(list)
+    for p in model.parameters():
+        if p.requires_grad and id(p) not in left_out:
+            decay = weight_decay if len(shape_of(p)) > 1 else 0.0
+            groups[decay, (lr_factors or {}).get(p, 1.0)].append(p)
+    return [
+        {"params": params, "weight_decay": decay, "lr_factor": factor}
+        for (decay, factor), params in groups.items()
+    ]
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -95,7 +102,10 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     DeepSpeed's configuration has an "optimizer", DeepSpeed creates it: return a placeholder."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
-    groups = parameter_groups(model, args.weight_decay, without=matrices)
+    factors = {model.tok_embeddings.weight: args.embedding_lr_factor}
+    if not model.config.tie_embeddings:
+        factors[model.output.weight] = args.output_lr_factor
+    groups = parameter_groups(model, args.weight_decay, matrices, factors)
     if matrices:
         by_muon = {
             "params": matrices,
