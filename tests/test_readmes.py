@@ -25,6 +25,8 @@ OTHER_FLAGS = {
     *("--no-deps", "--all", "--no", "--nproc_per_node", "--signal"),
 }
 HAN = r"[\u4e00-\u9fff]"
+TRANSLATED = ("docs/data", "docs/reading")  # pages that also exist in Chinese, as NAME_zh.md
+MIRRORS = ("pypi.tuna.tsinghua.edu.cn", "hf-mirror.com", "modelscope")  # only for Chinese readers
 # Pages that name flags of other programs or of programs that were deleted.
 FOREIGN = ("docs/coming-from.md", "docs/lab-log.md")
 
@@ -66,6 +68,13 @@ def typed(text: str) -> list[str]:
     return [line.strip() for line in [*code.splitlines(), *code_spans(text)]]
 
 
+def commands(text: str) -> set[str]:
+    """Return the commands to type, without comments and without downloads from a mirror."""
+    lines = [re.sub(r" +# .*", "", line) for line in typed(text)]
+    program = r"(?:\w+=\S+ )*(?:accelerate|bash|curl|iconv|pip|python) .*"
+    return {x for x in lines if re.match(program, x) and not any(name in x for name in MIRRORS)}
+
+
 def flags_in(text: str) -> set[str]:
     """Return the flags that a text names."""
     return set(re.findall(r"(?<![\w-])--[a-z]\w*(?:-\w+)*", text))
@@ -93,7 +102,17 @@ def test_both_readmes_have_the_same_numbers_in_their_tables():
 def test_a_readme_has_at_most_300_lines_and_links_to_every_page_of_docs(name):
     assert len(TEXTS[name].splitlines()) <= 300
     pages = {target.partition("#")[0] for target in links(TEXTS[name])}
-    assert {*DOCS} <= pages
+    assert {*DOCS} - {f"{page}_zh.md" for page in TRANSLATED} <= pages
+
+
+@pytest.mark.parametrize("page", TRANSLATED)
+def test_a_page_and_its_chinese_version_have_the_same_commands_and_files(page):
+    english, chinese = TEXTS[f"{page}.md"], TEXTS[f"{page}_zh.md"]
+    assert f"{page.removeprefix('docs/')}_zh.md" in links(english)
+    assert commands(english)
+    assert commands(chinese) == commands(english)
+    files = [re.findall(r"`[\w/.]+\.py`", text) for text in (english, chinese)]
+    assert sorted(files[0]) == sorted(files[1])
 
 
 def test_the_reading_path_gives_correct_line_counts_and_at_most_2000_lines():
