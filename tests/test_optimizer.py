@@ -138,6 +138,18 @@ def test_matrices_but_not_norms_decay_and_muon_updates_the_matrices_of_blocks(ti
     assert names_in(model, optimizer.param_groups) == [blocks, names - norms - blocks, norms]
 
 
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_the_embedding_and_an_untied_output_layer_have_learning_rates_of_their_own(tie_embeddings):
+    model = tiny(tie_embeddings=tie_embeddings)
+    args = dataclasses.replace(MUON, embedding_lr_factor=3.0, output_lr_factor=0.5)
+    groups = build(model, args).param_groups
+    factors = [group["lr_factor"] for group in groups]
+    found = dict(zip(factors, names_in(model, groups), strict=True))
+    assert found[3.0] == {"tok_embeddings.weight"}
+    assert found.get(0.5) == (None if tie_embeddings else {"output.weight"})
+    assert all("norm" in name for name in found[1.0])
+
+
 def test_adamw_is_from_torch_unless_the_deepspeed_file_has_an_optimizer():
     optimizer = build(tiny(), deepspeed={"zero_optimization": {"stage": 2}})
     assert type(optimizer) is torch.optim.AdamW
