@@ -18,18 +18,21 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 
 import jinja2
 import tokenizers
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import UsageError
 from data.conversations import ASSISTANT, Turn
-from data.tokenizer import Tokenizer, read_markers
+from data.tokenizer import MARKERS_FILE, Tokenizer
 
 # A run folder has this file if its model was trained on conversations in this template.
 TEMPLATE_FILE = "chat_template.jinja"
+# In MARKERS_FILE of an imported model: the tokens that its own template may name.
+TEMPLATE_TOKENS = "template_tokens"
 # transformers also looks for markers in a user's text. JINJA therefore inserts these two
 # noncharacters after every "<", and the exported tokenizer removes them. If a text already has
 # such a pair, JINJA puts another pair inside it, and the tokenizer removes only the inner pair.
@@ -88,12 +91,14 @@ class JinjaTemplate:
 
     def __init__(self, source: str, tokenizer_json: str):
         self.source = source
-        self._markers = read_markers(tokenizer_json)
+        markers = json.loads(Path(tokenizer_json).with_name(MARKERS_FILE).read_text("utf-8"))
+        tokens = markers.get(TEMPLATE_TOKENS, markers).items()  # each a text, or has a "content"
+        self.tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in tokens}
         self._tokenizer = tokenizers.Tokenizer.from_file(tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._jinja = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         self._jinja.globals |= {"strftime_now": time.strftime, "raise_exception": _refuse}
         self._jinja.globals |= {"tools": None, "documents": None}  # some templates ask for them
@@ -106,10 +111,22 @@ class JinjaTemplate:
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         try:
             template = self._jinja.from_string(self.source)
-            text = template.render(messages=messages, add_generation_prompt=True, **self._markers)
+            text = template.render(messages=messages, add_generation_prompt=True, **self.tokens)
         except Exception as error:  # whatever a template's expressions raise
-            raise UsageError(f"the model's chat template: {error}") from error
+            raise UsageError(
+                f"the model's chat template: {' '.join(str(error).split())}"
+            ) from error
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+class _Generation(Extension):
+    """The tag {% generation %}, with which templates mark answers for training."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _refuse(message: str):

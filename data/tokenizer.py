@@ -28,7 +28,7 @@ class Tokenizer:
     Raises UsageError if the file is not a model with the pieces <s> and </s>."""
 
     _space = SPACE_SYMBOL  # how pieces spell a space
-    chat_template = None  # of an imported model: a JinjaTemplate; None: data/chat_template.py's own
+    chat_template = None  # a JinjaTemplate of an imported model; None: data/chat_template.py's
 
     def __init__(self, path: str | Path):
         self.path = str(path)

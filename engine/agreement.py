@@ -47,15 +47,18 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
 
 def on_each_machine(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
     """Call `attempt` on the first process of each machine and return its answer on all processes of
-    that machine. Every process must call this. Raises as `on_every_process` does."""
-    first = engine is None or engine.accelerator.is_local_main_process
-    answer = on_every_process(engine, lambda: attempt() if first else None)
+    that machine, whose ranks follow one another. Every process must call this. Raises the
+    UsageError or ConfigError that `attempt` raised on a machine."""
     if engine is None or engine.cpu_group is None:
-        return answer
-    everyone = [theirs for theirs, _ in _gather(engine, (first, answer))]
-    return [theirs for first, theirs in everyone[: engine.accelerator.process_index + 1] if first][
-        -1
-    ]
+        return attempt()
+    accelerator = engine.accelerator
+    mine = _tried(attempt) if accelerator.is_local_main_process else None
+    everyone = [theirs for theirs, _ in _gather(engine, mine)]
+    for _, error in filter(None, everyone):
+        if error:
+            raise error
+    *_, (answer, _) = filter(None, everyone[: accelerator.process_index + 1])
+    return answer
 
 
 def _tried(attempt: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:

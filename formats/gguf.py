@@ -95,7 +95,7 @@ def export_gguf(
         raise UsageError(f"{tokenizer.path}: only SentencePiece can be written: {remedy}")
     if model.config.use_moe:
         remedy = "scripts.export_hf can export experts for transformers, but not shared experts"
-        raise UsageError(f"llama.cpp cannot compute experts with this router: {remedy}")
+        raise UsageError(f"experts cannot be written to GGUF: {remedy}")
     writer = gguf.GGUFWriter(None, "qwen3" if model.config.qk_norm else "llama")
     writer.add_name(out.stem)
     kind = "ALL_F32" if file_type == "f32" else f"MOSTLY_{file_type.upper()}"

@@ -85,7 +85,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         content = Path(tokenizer.path).read_text(encoding="utf-8")
         written = without_escapes(content) if chat else content
         (folder / TOKENIZER_JSON).write_text(written, encoding="utf-8")
-        markers = read_markers(tokenizer.path)
+        theirs = tokenizer.chat_template  # it may name more tokens
+        markers = theirs.tokens if theirs else read_markers(tokenizer.path)
     else:
         converted = convert(tokenizer, chat)
         converted.save(str(folder / TOKENIZER_JSON))
@@ -96,16 +97,15 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
             "unk_token": converted.model.unk_token,
         }
     write_json(folder / "special_tokens_map.json", markers)
+    template = JINJA if chat else tokenizer.chat_template and tokenizer.chat_template.source
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged
         "model_max_length": max_seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         # Without a template, "<s>" is plain text. With one, JINJA escapes a "<s>" inside a message.
-        "split_special_tokens": not chat,
+        "split_special_tokens": not template,
     }
-    if chat:
-        settings["chat_template"] = JINJA
-    elif tokenizer.chat_template:
-        settings |= {"split_special_tokens": False, "chat_template": tokenizer.chat_template.source}
+    if template:
+        settings["chat_template"] = template
     write_json(folder / "tokenizer_config.json", markers | settings)

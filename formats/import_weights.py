@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.atomic import new_folder
 from common.errors import UsageError
-from data.chat_template import JINJA, PLAIN_JINJA, TEMPLATE_FILE
+from data.chat_template import JINJA, PLAIN_JINJA, TEMPLATE_FILE, TEMPLATE_TOKENS
 from data.tokenizer import (
     MARKERS_FILE,
     TOKENIZER_FILES,
@@ -32,6 +32,7 @@ from formats.portable import (
     require_fit,
     save_portable,
     without_memory,
+    write_json,
 )
 from formats.weight_names import OUTER, is_learned, our_rows, our_weights
 from model.config import LMConfig
@@ -82,23 +83,42 @@ def import_weights(
         if tokenizer or path.exists():
             copied = f"tokenizer {open_tokenizer(path).path}"
             copy_tokenizer(path, folder)
-        template = None
-        for place in (path if path.is_dir() else path.parent, source):
-            if (markers := place / MARKERS_FILE).exists():
-                template = read_json(markers).get("chat_template", template)
-            if (file := place / TEMPLATE_FILE).exists():  # as newer versions of transformers write
-                template = file.read_text(encoding="utf-8").strip()
-        if template == JINJA:  # scripts.export_hf has written a chat model
-            (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
-        elif template and (folder / TOKENIZER_JSON).exists():
-            (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
-        elif template:
-            copied += ", without its chat template, which needs a tokenizer.json of byte-level BPE"
+        copied += _copy_template(source, path if path.is_dir() else path.parent, folder)
     shown = (
         f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed)}"
         for name in ("n_heads", *DEFAULTS, *(EXPERTS if config.use_moe else ()))
     )
     return f"{out}: weights of {source}, {copied}\n{', '.join(shown)}"
+
+
+def _copy_template(source: Path, beside: Path, folder: Path) -> str:
+    """Copy the chat template that stands beside the tokenizer, or that scripts.export_hf wrote into
+    the folder `source`. Return words for the user if it cannot be used, else ""."""
+    if _template(source) == JINJA:
+        (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
+    elif template := _template(beside):
+        if not (folder / TOKENIZER_JSON).exists():
+            return ", without its chat template, which needs a tokenizer.json of byte-level BPE"
+        (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        names = read_json(beside / MARKERS_FILE).items()  # which templates may use
+        tokens = {name: token for name, token in names if name.endswith("_token") and token}
+        markers = read_json(folder / MARKERS_FILE)
+        write_json(folder / MARKERS_FILE, markers | {TEMPLATE_TOKENS: tokens})
+    return ""
+
+
+def _template(folder: Path) -> str | None:
+    """Return the chat template in a folder, if any; of several, the default."""
+    if (file := folder / TEMPLATE_FILE).exists():  # newer versions of transformers write it
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise WeightsError(f"{file}: not valid UTF-8") from error
+    markers = folder / MARKERS_FILE
+    found = read_json(markers).get("chat_template") if markers.exists() else None
+    if isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found}.get("default")
+    return found
 
 
 def is_import(folder: Path) -> bool:
@@ -148,8 +168,8 @@ def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) 
             raise WeightsError(f"{path}: not a Llama: {name} is missing or not a matrix")
     embedding, wq, wk, w1 = (weights[name] for name in needed)
     q_norm = weights.get("layers.0.attention.q_norm.weight")
-    if q_norm is not None:
-        settings = {"n_heads": wq.shape[0] // len(q_norm)} | settings
+    if q_norm is not None and 0 < q_norm.numel() < len(wq):  # else the heads are not separate
+        settings = {"n_heads": len(wq) // q_norm.numel()} | settings
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     n_heads = settings["n_heads"]

@@ -120,5 +120,7 @@ def our_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> dict[str,
         else:
             renamed[re.sub(r"router\.weight$", "router", ours)] = weight
     for name, stack in stacks.items():
+        if len({matrix.shape for matrix in stack.values()}) > 1:
+            raise WeightsError(f"{source}: experts have matrices of different shapes for {name}")
         renamed[name] = torch.stack([stack[number] for number in sorted(stack)])
     return renamed

@@ -27,7 +27,7 @@ BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
 MIN_STEPS = 20  # minimum micro-batches of a plan, even if they take too long
 EVALUATIONS = 4  # validations in a run
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
-UNTIED = {"embedding_lr_factor": 3.0, "output_lr_factor": 0.5}  # beside Muon
+UNTIED = {"embedding_lr_factor": 3.0, "output_lr_factor": 0.5}  # if the two layers are untied
 LOG_LINES = 50  # log lines in a run, approximately
 
 
@@ -93,7 +93,7 @@ def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, 
     length = 256 if dim < 384 else 512 if dim < 640 else 1024
     settings = {"n_layers": n_layers, "dim": dim, "n_heads": heads, "max_seq_len": length}
     settings |= {"n_kv_heads": heads if heads % 2 else 2, "rope_theta": ROPE_THETA}
-    settings["tie_embeddings"] = False
+    settings |= {"tie_embeddings": False}
     return {k: typed.get(k, v) for k, v in settings.items()}
 
 
@@ -170,11 +170,11 @@ def optimizer_flags(model: Candidate, muon: bool) -> dict[str, Any]:
     # After the warm-up the rates fall in a straight line to 0.
     schedule = {"lr_schedule": "wsd", "decay_fraction": 1.0, "min_lr_ratio": 0.0}
     dim = model.settings["dim"]
+    if not model.settings["tie_embeddings"]:
+        schedule |= UNTIED
     if not muon:
         return schedule | {"optimizer": "adamw", "learning_rate": rounded(3e-3 * 192 / dim)}
     rates = {"learning_rate": rounded(0.02 * (128 / dim) ** 0.5)}
-    if not model.settings["tie_embeddings"]:
-        rates |= UNTIED
     small = {"muon_learning_rate": 0.03, "muon_momentum": 0.9}  # larger models: Muon's defaults
     return schedule | {"optimizer": "muon"} | rates | (small if model.parameters < 1e7 else {})
 

@@ -115,9 +115,6 @@ class LMConfig:
         if self.num_experts_per_tok > self.n_routed_experts:
             sizes = f"num_experts_per_tok {self.num_experts_per_tok} is larger than"
             raise ConfigError(f"{sizes} n_routed_experts {self.n_routed_experts}: change one")
-        if self.dim % 8 or self.moe_hidden_dim % 8:  # products of 16-bit matrices need rows of 16 B
-            sizes = f"dim {self.dim} and moe_hidden_dim {self.moe_hidden_dim}"
-            raise ConfigError(f"experts need sizes that 8 divides, not {sizes}")
         if not self.router_aux_loss >= 0:
             raise ConfigError(f"router_aux_loss must be at least 0, not {self.router_aux_loss!r}")
 

@@ -107,8 +107,8 @@ class WeightsFolder:
     def sha256(self) -> str:
         """Return a hash of the shape and the weights (fp32, adapters merged), not of the files.
         A process hashes the same files once."""
-        files = [(path.name, path.stat()) for path in sorted(self.path.iterdir())]
-        return _sha256(self, tuple((x, s.st_ino, s.st_size, s.st_mtime_ns) for x, s in files))
+        found = [(path.name, path.stat()) for path in sorted(self.path.iterdir())]
+        return _sha256(self, tuple((x, s.st_ino, s.st_size, s.st_mtime_ns) for x, s in found))
 
     def load(self) -> Transformer:
         """Return the model in evaluation mode, on the CPU and in fp32."""
@@ -117,7 +117,8 @@ class WeightsFolder:
 
 @cache
 def _sha256(folder: WeightsFolder, files: tuple) -> str:
-    """See `WeightsFolder.sha256`. `files` (names, inodes, sizes, times) differ if weights do."""
+    """Return the hash of a folder's weights. `files` (names, inodes, sizes, times) changes when a
+    file does, so that the cache misses."""
     weights = folder.checked_tensors()
     digest = hashlib.sha256(json.dumps(folder.config().shape(), sort_keys=True).encode())
     for name in sorted(weights):
@@ -132,8 +133,8 @@ def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     folder = WeightsFolder.find(name)
     tokenizer, file = open_tokenizer(folder.tokenizer), folder.tokenizer.parent / TEMPLATE_FILE
     chats = file.exists()
-    template = file.read_text(encoding="utf-8").strip() if chats else ""
-    if template not in ("", PLAIN_JINJA) and isinstance(tokenizer, JsonTokenizer):
+    template = file.read_text(encoding="utf-8") if chats else ""
+    if template.strip() not in ("", PLAIN_JINJA) and isinstance(tokenizer, JsonTokenizer):
         chats, tokenizer.chat_template = False, JinjaTemplate(template, tokenizer.path)
     trained = Trained(load(folder), tokenizer, folder.path, chats)
     pieces, size = trained.tokenizer.vocab_size, trained.model.config.vocab_size

@@ -69,13 +69,18 @@ def test_an_error_on_all_processes_is_raised_unchanged(monkeypatch):
 
 @pytest.mark.parametrize(("rank", "first"), [(0, True), (1, False), (2, True), (3, False)])
 def test_the_first_process_of_a_machine_answers_for_all_of_the_machine(monkeypatch, rank, first):
-    answers = [(True, "a"), (False, None), (True, "b"), (False, None)]
-    engine = engine_with_answers(monkeypatch, *answers, rank=rank)
-    engine.accelerator.is_local_main_process = first
-    engine.accelerator.process_index = rank
-    monkeypatch.setattr(agreement, "on_every_process", lambda engine, attempt: attempt())
     answer = "ab"[rank // 2]
-    assert on_each_machine(engine, (lambda: answer) if first else never) == answer
+    attempt = (lambda: answer) if first else never
+    for second, expected in (("b", None), (None, UsageError("no data"))):
+        answers = [("a", None), None, (second, expected), None]
+        engine = engine_with_answers(monkeypatch, *answers, rank=rank)
+        engine.accelerator.is_local_main_process = first
+        engine.accelerator.process_index = rank
+        if expected is None:
+            assert on_each_machine(engine, attempt) == answer
+        else:
+            with pytest.raises(UsageError, match=r"^no data$"):
+                on_each_machine(engine, attempt)
 
 
 def test_a_difference_from_the_main_process_is_an_error_on_all(monkeypatch):

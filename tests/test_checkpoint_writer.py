@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import error_of
-from safetensors.torch import load_file, save_file
 
 from common.errors import UsageError
 from engine.engine import Engine
 from model import ConfigError, LMConfig
-from storage.checkpoint import RANDOM, damage, read_state, write_checkpoint
+from storage.checkpoint import damage, read_state, write_checkpoint
 from storage.folder import RunFolder, step_of
 from training import checkpoint_writer
 from training.checkpoint_writer import Checkpointer, load_checkpoint
@@ -155,18 +154,6 @@ def test_more_or_fewer_processes_keep_the_meter_but_not_dropout(run, of_three, c
     _, meter = load(run, 1, engine_of(processes, rank=1))
     assert capsys.readouterr().out == ""
     assert sums_of(meter) == {"loss": 0, "weight": 0, "skipped_steps": 0}
-
-
-def test_the_loss_meter_of_an_older_version_is_read(run):
-    """Earlier versions wrote loss, weight, skipped steps and parts as one vector."""
-    save(run, 1)
-    path = run.checkpoint(1) / RANDOM
-    tensors = {k: v for k, v in load_file(path).items() if ".log." not in k}
-    old = torch.tensor([6.0, 2.5, 4.0, 3.0, 1.0], dtype=torch.float64)
-    save_file(tensors | {"0.log": old}, path)
-    _, meter = load(run, 1, parts=("hard_loss", "agreement"))
-    named = {"loss": 6.0, "hard_loss": 3.0, "agreement": 1.0, "weight": 2.5, "skipped_steps": 4}
-    assert sums_of(meter) == named
 
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (1, [2, 5]), (0, [1, 2, 3, 4, 5])])

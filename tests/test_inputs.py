@@ -72,6 +72,21 @@ def test_the_flags_and_the_data_decide_the_shape_without_init_from(packed):
     assert not (packed / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--output_lr_factor 2", "^--output_lr_factor has no effect on a tied matrix"),
+        ("--use_moe --moe_hidden_dim 100", "^experts in bfloat16 need sizes that 8 divides"),
+    ],
+)
+def test_a_flag_that_does_not_suit_the_model_is_refused(packed, flags, says):
+    words = f"--data {packed} --out_dir {packed}/runs --dim 64 {flags}"
+    with pytest.raises(UsageError, match=says):
+        find_inputs(*parse_arguments(words.split()), None)
+    remedy = " --no-tie_embeddings" if "lr" in flags else " --dtype float32"
+    assert find_inputs(*parse_arguments((words + remedy).split()), None).config.dim == 64
+
+
 def test_init_from_takes_the_shape_of_weights_but_not_dropout_and_attention(weights, packed):
     found = config("", weights, packed)
     assert found.to_dict() == CONFIG.to_dict() | {"dropout": 0.0, "use_flash_attn": True}

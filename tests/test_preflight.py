@@ -246,7 +246,7 @@ def test_a_micro_batch_fits_up_to_32768_tokens(flags, monkeypatch, wanted, missi
     monkeypatch.setattr(step_times, "available_memory", lambda device, n: free[device.index])
     made = budget_of(flags, monkeypatch, processes=3)
     made.device = made.times.device = torch.device("cuda")
-    settings = {"n_layers": 1, "dim": 32, "n_heads": 4, "max_seq_len": 32}
+    settings = {"n_layers": 1, "dim": 32, "n_heads": 4, "max_seq_len": 32, "tie_embeddings": True}
     assert made.candidate(settings).rows == rows
 
 

@@ -95,7 +95,7 @@ TEMPLATE = """\
 {%- if tools is not none or documents is not none %}
     {{- raise_exception("there is nothing to use") }}
 {%- endif %}
-{{- bos_token }}
+{{- bos_token }}{{ pad_token }}
 {%- set state = namespace(last=-1) %}
 {%- for message in messages[::-1] %}
     {%- if message.role == "user" %}
@@ -117,24 +117,32 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}
     {{- "<|start_header_id|>assistant\\n<think>\\n" }}
     {%- if not enable_thinking %}
-        {{- "\\n</think>\\n\\n" }}
+        {%- generation %}{{- "\\n</think>\\n\\n" }}{% endgeneration %}
     {%- endif %}
-{%- endif %}"""
+{%- endif %}
+ """
 
 
-def write_chat_model(folder: Path, texts: list[str], template: str = TEMPLATE) -> Path:
+def write_chat_model(
+    folder: Path, texts: list[str], template: str = TEMPLATE, listed: bool = False
+) -> Path:
     """Write a Qwen3 with a tokenizer.json and a chat template, as transformers 4 writes it."""
     write_tokenizer(write_qwen3(folder), "llama3", texts, names=("<think>", "</think>"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = template
+    if listed:  # as in models with several templates; the tokenizer has no bos_token
+        others = [{"name": "tool_use", "template": "{{ tools }}"}]
+        config["chat_template"] = [*others, {"name": "default", "template": template}]
+        config["pad_token"] = config.pop("bos_token")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
+@pytest.mark.parametrize("listed", [False, True])
 def test_a_models_own_chat_template_gives_transformers_ids_here_and_in_an_export(
-    texts, tmp_path, monkeypatch, capsys
+    texts, tmp_path, monkeypatch, capsys, listed
 ):
-    source = write_chat_model(tmp_path / "theirs", texts)
+    source = write_chat_model(tmp_path / "theirs", texts, listed=listed)
     import_weights.main([str(source), str(tmp_path / "ours")])
     export_hf.main([str(tmp_path / "ours"), str(tmp_path / "hf")])
     import_weights.main([str(tmp_path / "hf"), str(tmp_path / "again")])
@@ -168,7 +176,12 @@ def test_a_models_own_chat_template_gives_transformers_ids_here_and_in_an_export
 
 @pytest.mark.parametrize(
     ("template", "says"),
-    [(TEMPLATE, "no answer"), ("{% if %}", "Expected an expression"), ("{{ 1 + 'a' }}", "type")],
+    [
+        (TEMPLATE, "no answer"),
+        ("{{ raise_exception('a\\nb') }}", "a b"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ 1 + 'a' }}", "type"),
+    ],
 )
 def test_a_template_that_refuses_a_message_or_fails_is_an_error_of_one_line(
     texts, tmp_path, template, says

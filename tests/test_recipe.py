@@ -140,10 +140,11 @@ def test_a_typed_width_gets_heads_that_divide_it():
         LMConfig(**shape_settings(n_layers, dim, {}))
 
 
-def test_the_output_layer_is_untied_and_then_muon_has_rates_for_both_layers():
+def test_the_output_layer_is_untied_and_then_both_layers_have_rates_of_their_own():
     assert shape_settings(3, 128, {})["tie_embeddings"] is False
     own = {"embedding_lr_factor": 3.0, "output_lr_factor": 0.5}
-    assert own.items() <= optimizer_flags(MODELS[0], muon=True).items()
+    for muon in (True, False):
+        assert own.items() <= optimizer_flags(MODELS[0], muon).items()
     tied = replace(MODELS[0], settings=shape_settings(3, 128, {"tie_embeddings": True}))
     assert not own.keys() & optimizer_flags(tied, muon=True).keys()
 

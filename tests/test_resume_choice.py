@@ -64,7 +64,13 @@ def make_run(path: Path, *steps: int, age: float = 0, **state) -> Path:
 def write_empty(run: RunFolder, step: int, **state) -> None:
     """Write a checkpoint without tensors."""
     nothing = {WEIGHTS: {}, OPTIMIZER: {}, RANDOM: {}}
-    values = {"step": step, "optimizer_step": step, "processes": 1, "identity": {}} | state
+    values = {
+        "step": step,
+        "optimizer_step": step,
+        "processes": 1,
+        "model": {},
+        "identity": {},
+    } | state
     write_checkpoint(run, nothing, values)
 
 
@@ -169,22 +175,12 @@ MINE, OTHERS = (
 )
 
 
-def saved_by(
-    path: Path, args: TrainingArguments, processes: int = 1, form: str = "new", **changes
-) -> StartingPoint:
+def saved_by(path: Path, args: TrainingArguments, processes: int = 1, **changes) -> StartingPoint:
     """Make a checkpoint of a run with the model CONFIG, the data MINE and `processes` processes.
-
-    Args:
-        form: "old" is the format in which "identity" contains the shape of the model.
-        changes: other values for fields of the model's shape; None removes a field.
-    """
+    `changes` are other values for fields of the model's shape; None removes a field."""
     shape = {k: v for k, v in (CONFIG.to_dict() | changes).items() if v is not None}
     identity = run_identity(MINE, args, processes)
     state = {"identity": identity, "model": shape, "processes": processes}
-    if form == "old":
-        shape = {k: v for k, v in shape.items() if k not in ("dropout", "use_flash_attn")}
-        del identity["optimizer"]
-        state = {"identity": shape | identity, "processes": processes}
     run = RunFolder(make_run(path / "saved", 10, **state))
     return StartingPoint(run, run.checkpoint(10), read_state(run.checkpoint(10)))
 
@@ -205,12 +201,8 @@ def not_the_same(start: StartingPoint, *now, **how) -> list[str]:
     return line.removeprefix(f"cannot resume {start.checkpoint}: ").split("; ")
 
 
-FORMS = pytest.mark.parametrize("form", ["old", "new"])
-
-
-@FORMS
-def test_every_difference_is_listed_and_the_file_with_the_runs_flags_is_named(tmp_path, form):
-    start = saved_by(tmp_path, TrainingArguments(batch_size=16), form=form)
+def test_every_difference_is_listed_and_the_file_with_the_runs_flags_is_named(tmp_path):
+    start = saved_by(tmp_path, TrainingArguments(batch_size=16))
     args = TrainingArguments(batch_size=8, seed=7, optimizer="muon", resume="auto")
     config = dataclasses.replace(CONFIG, dim=64, n_layers=4)
     assert not_the_same(start, args, config) == [
@@ -235,11 +227,10 @@ def test_a_run_is_not_resumed_with_other_data_tokenizer_or_teacher(tmp_path):
         assert said in str(error.value)
 
 
-@FORMS
-def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path, form):
+def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path):
     """A field that the checkpoint does not have gets its default."""
     args = TrainingArguments(batch_size=4, accumulation_steps=2, learning_rate=1e-3)
-    start = saved_by(tmp_path, args, form=form, rope_theta=None, tie_embeddings=None)
+    start = saved_by(tmp_path, args, rope_theta=None, tie_embeddings=None)
     now = dataclasses.replace(args, learning_rate=2e-3, resume="auto")
     config = dataclasses.replace(CONFIG, dropout=0.1, use_flash_attn=False)
     assert resumed(start, now, config) == now

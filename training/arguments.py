@@ -75,7 +75,9 @@ class TrainingArguments:
     )
     learning_rate: float = setting(5e-4, "peak learning rate of AdamW", POSITIVE)
     embedding_lr_factor: float = setting(
-        1.0, "learning rate of the input embedding, as a multiple of AdamW's", POSITIVE
+        1.0,
+        "learning rate of the input embedding (tied or not), as a multiple of AdamW's",
+        POSITIVE,
     )
     output_lr_factor: float = setting(
         1.0, "learning rate of an untied output layer, as a multiple of AdamW's", POSITIVE

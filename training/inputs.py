@@ -100,7 +100,7 @@ def find_inputs(
 
     def open_data() -> tuple:
         seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
-        read = filled.dataset
+        read = filled.dataset  # distillation finds it in a file
         train_set = read(filled.data, "train", seq_len)
         try:
             val_set = read(filled.data, "val", seq_len)
@@ -111,6 +111,7 @@ def find_inputs(
         if teacher:
             teacher.require_fit(train_set, engine)
         config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
+        require_fitting_flags(filled, config)
         return train_set, val_set, shapes_of(config, filled)
 
     train_set, val_set, shapes = on_every_process(engine, open_data)
@@ -139,6 +140,19 @@ def find_inputs(
         identity=identity,
         total_steps=filled.total_steps(per_epoch, processes),
     )
+
+
+def require_fitting_flags(args: TrainingArguments, config: LMConfig) -> None:
+    """Raise UsageError if a training flag does not suit the model."""
+    if config.tie_embeddings and args.output_lr_factor != 1:
+        raise UsageError(
+            "--output_lr_factor has no effect on a tied matrix: use --no-tie_embeddings"
+        )
+    sizes = (config.dim, config.moe_hidden_dim)
+    if config.use_moe and args.dtype != "float32" and any(size % 8 for size in sizes):
+        # PyTorch's grouped products of 16-bit numbers need rows of 16, 32, ... bytes.
+        said = f"dim {config.dim} and moe_hidden_dim {config.moe_hidden_dim}"
+        raise UsageError(f"experts in {args.dtype} need sizes that 8 divides, not {said}")
 
 
 def choose_sources(args: TrainingArguments, model_settings: dict, claims: bool) -> tuple:

@@ -8,7 +8,8 @@ momentum is gathered before it is orthogonalised.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -75,19 +76,22 @@ def parameter_groups(
     model: nn.Module,
     weight_decay: float,
     without: Sequence[nn.Parameter] = (),
-    lr_factors: dict[nn.Parameter, float] | None = None,
+    lr_factors: Mapping[nn.Parameter, float] = MappingProxyType({}),
 ) -> list[dict]:
     """Return groups of trained parameters not in `without`: matrices with weight decay, and
     scales of norms without weight decay, because scales should stay near 1. `lr_factors` are the
     parameters whose learning rate is a multiple of the others'."""
-    left_out, groups = {id(p) for p in without}, defaultdict(list)
+    left_out, groups = set(without), defaultdict(list)
     for p in model.parameters():
-        if p.requires_grad and id(p) not in left_out:
-            decay = weight_decay if len(shape_of(p)) > 1 else 0.0
-            groups[decay, (lr_factors or {}).get(p, 1.0)].append(p)
+        if p.requires_grad and p not in left_out:
+            groups[len(shape_of(p)) < 2, lr_factors.get(p, 1.0)].append(p)
     return [
-        {"params": params, "weight_decay": decay, "lr_factor": factor}
-        for (decay, factor), params in groups.items()
+        {
+            "params": groups[key],
+            "weight_decay": 0.0 if key[0] else weight_decay,
+            "lr_factor": key[1],
+        }
+        for key in sorted(groups)
     ]
 
 

@@ -140,7 +140,7 @@ class Run:
     def begin(self, step: int) -> None:
         """Set a step's learning rate. DeepSpeed needs it already in `backward`."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step) * group.get("lr_factor", 1.0)  # Muon: own peak
+            group["lr"] = self.learning_rate(step) * group["lr_factor"]
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
