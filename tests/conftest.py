@@ -23,6 +23,7 @@ from common.errors import UsageError
 from data.corpus import parse, read_records
 from data.prepare import PackingOptions, prepare
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from scripts.check_pins import unsatisfied
 
 # OpenMP's threads spin while they wait for each other. If another program uses the cores too, a
 # step of a tiny model then takes a hundred times as long. This must be set before torch is loaded.
@@ -247,9 +248,13 @@ class Finished:
         return line
 
 
+# run_accelerate.sh has to be told to use a Python with other versions than the pins.
+NAMED = {"PYTHON": sys.executable} if unsatisfied(REPOSITORY / "requirements.txt") else {}
+
+
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without a GPU and without a launcher's variables."""
-    return without_launcher(os.environ)
+    return without_launcher(os.environ) | NAMED
 
 
 def run(command: list[str], cwd: Path = REPOSITORY, **environ: str) -> Finished:

@@ -40,6 +40,6 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
         return made[-1]
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return made

@@ -22,8 +22,6 @@ import threading
 import time
 from pathlib import Path
 
-from scripts.check_pins import unsatisfied
-
 LAUNCHERS = ("accelerate.commands", "torch.distributed.run", "deepspeed.launcher")
 # Modules whose import takes time.
 MODULES = (
@@ -36,9 +34,6 @@ MODULES = (
 )
 PROGRAMS = ("train_pretrain_accelerate", "scripts.evaluate", "scripts.prepare_data")
 POLL_SECONDS = 0.01
-# run_accelerate.sh has to be told to use a Python with other versions than the pins.
-PINS = Path(__file__).parents[1] / "requirements.txt"
-NAMED = {"PYTHON": sys.executable} if unsatisfied(PINS) else {}
 PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 
 
@@ -47,7 +42,7 @@ def without_launcher(environ: dict[str, str]) -> dict[str, str]:
     clean = {k: v for k, v in environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHON"):
         clean.pop(name, None)
-    return clean | NAMED | {"CUDA_VISIBLE_DEVICES": ""}
+    return clean | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class WarmProcess:

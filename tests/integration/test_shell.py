@@ -12,8 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from conftest import SAFETY_NET_SECONDS, Finished, clean_environment, copy_repository, run, wait_for
-from warm_ranks import NAMED
+from conftest import (
+    NAMED,
+    SAFETY_NET_SECONDS,
+    Finished,
+    clean_environment,
+    copy_repository,
+    run,
+    wait_for,
+)
 
 pytestmark = pytest.mark.slow
 
