@@ -90,7 +90,7 @@ def test_recorded_steps_give_the_logits_of_separate_launches(monkeypatch, length
 
 
 def test_steps_without_a_graph_give_the_same_logits_and_one_message(monkeypatch, capsys):
-    def fail(graph):
+    def fail(graph, capture_error_mode):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     decoder = Decoder(transformer())
