@@ -89,7 +89,7 @@ def test_validation_is_the_mean_over_samples_to_the_bit(packed, accelerator, bat
 def test_yardsticks_are_those_of_the_whole_validation_text(packed):
     data = PackedDataset(packed, "val", SEQ_LEN)
     text = "".join(open_tokenizer(packed).decode(data[i][0].tolist()) for i in range(len(data)))
-    found = yardsticks(data)
+    found = yardsticks(data, open_tokenizer(packed))
     assert found["gzip"] == pytest.approx(
         8 * len(zlib.compress(text.encode(), 9)) / len(text), 0.05
     )

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from common.errors import UsageError
 from data.order import LengthSampler, MicroBatchSampler
 from data.shards import TEXT
+from data.tokenizer import open_tokenizer
 from engine.compilation import why_not_compile
 from engine.engine import Engine
 from model import IGNORE_INDEX
@@ -238,7 +239,7 @@ class Run:
             data = self.inputs.val_set
             result = validate(self.model, self.val_loader, self.accelerator, data.bytes_per_token)
             if step == self.total_steps and data.kind == TEXT and self.engine.is_main:
-                result |= yardsticks(data)
+                result |= yardsticks(data, open_tokenizer(self.folder.path))
         self.log.validation(step, result)
         return result["loss"] if math.isfinite(result["loss"]) else None
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset
 
 from data.dataset import TokenStream
 from data.order import spread
-from data.tokenizer import open_tokenizer
+from data.tokenizer import Tokenizer
 from model import IGNORE_INDEX
 
 COMPRESSED = 2**20  # tokens of a text that `yardsticks` compresses, at most
@@ -60,12 +60,12 @@ def validate(
     }
 
 
-def yardsticks(data: TokenStream) -> dict[str, float]:
+def yardsticks(data: TokenStream, tokenizer: Tokenizer) -> dict[str, float]:
     """Return bits per byte to compare a model's with: of an untrained model, which predicts every
     token with equal probability, and of the same text compressed by gzip -9 and xz -9."""
     chosen = range(min(len(data), 1 + COMPRESSED // data.seq_len))
     tokens = torch.cat([data[i][0] for i in chosen]).tolist()
-    text = open_tokenizer(data.tokenizer_path).decode(tokens).encode()
+    text = tokenizer.decode(tokens).encode()
     return {
         "untrained": math.log2(data.vocab_size) / data.bytes_per_token,
         "gzip": 8 * len(gzip.compress(text, 9)) / len(text),

@@ -223,7 +223,7 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_no_rank_waits(packed, tmp_pa
     lines = [line for line in ended.out.splitlines() if "error: " in line]
     assert lines[0].startswith(
         f"{SCRIPT} (rank 1): error: out of memory with --batch_size 4 --accumulation_steps 2: "
-        "a smaller --batch_size"
+        "to use less memory, try a smaller --batch_size"
     )
     # The other rank fails too, unless the launcher ends it first.
     assert all("error: another process has ended" in line for line in lines[1:])
