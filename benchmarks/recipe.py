@@ -109,6 +109,7 @@ def candidate(settings: dict, vocab_size: int, rows: int) -> recipe.Candidate:
         model = Transformer(LMConfig(**settings, vocab_size=vocab_size))
     length = settings["max_seq_len"]
     flops, looked_up = model.flops_per_token(length), model.tok_embeddings.weight.numel()
+    looked_up *= not settings["tie_embeddings"]
     size = model.num_parameters() - looked_up
     return recipe.Candidate(settings, size, flops, length, rows, looked_up=looked_up)
 
@@ -188,7 +189,7 @@ def planned(
     )
     models = []
     for shape in recipe.SHAPES:
-        settings = recipe.shape_settings(*shape, {})
+        settings = recipe.shape_settings(*shape, {"tie_embeddings": defaults.segmentations > 1})
         rows = (GPU_TOKENS if gpus else recipe.BATCH) // settings["max_seq_len"]
         models.append(candidate(settings, defaults.vocab_size, rows))
 

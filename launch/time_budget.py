@@ -90,6 +90,8 @@ class TimeBudget:
         shapes = [{}]  # the shape of existing weights
         typed, teacher = self.typed, self.inputs.teacher
         if not self.fixed:
+            if self.inputs.train_set.segmentations > 1:  # a small text, read many times
+                typed = {"tie_embeddings": True} | typed
             if teacher:
                 typed = typed | {"max_seq_len": self.inputs.config.max_seq_len}
             shapes = fitting_shapes(typed)

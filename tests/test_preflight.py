@@ -250,6 +250,17 @@ def test_a_micro_batch_fits_up_to_32768_tokens(flags, monkeypatch, wanted, missi
     assert made.candidate(settings).rows == rows
 
 
+@pytest.mark.parametrize("segmentations", [1, 20])
+def test_a_small_text_keeps_one_matrix_for_both_ends(flags, monkeypatch, segmentations):
+    made = budget_of(flags, monkeypatch)
+    made.inputs.train_set.segmentations = segmentations
+    for model in made.models():
+        assert model.settings["tie_embeddings"] is (segmentations > 1)
+        assert ("output_lr_factor" in made.model_flags(model)) is (segmentations == 1)
+    made.typed["tie_embeddings"] = False
+    assert not any(model.settings["tie_embeddings"] for model in made.models())
+
+
 def test_a_model_that_does_not_fit_is_no_candidate(packed, monkeypatch):
     typed = ["--data", str(packed)]
     for free, largest in ((2**40, 2048), (2 * GIB, 512), (0, 64)):
