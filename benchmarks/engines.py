@@ -3,13 +3,20 @@
     python -m benchmarks.engines      # one process per GPU, or 2 on a CPU
     python -m benchmarks.engines --processes 4 --dtype bfloat16 --engines ddp zero2
 
+    python -m benchmarks.engines --limit 20 --processes 4   # simulated machines, 20 MB/s each
+
 Each engine is launched from its file in configs/, on the same text. On a CPU the processes get
 their own network namespace if possible (as root on Linux). No other program uses its loopback
 device, so the device counts only the bytes that the processes send.
+
+With --limit each process is alone on a simulated machine (needs root, ip and tc). After the steps
+without a limit it takes as many steps with it. The expected seconds are those of scripts.plan, for
+the seconds without a limit as the time of computing.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -25,12 +33,14 @@ from torch import distributed
 
 from benchmarks import REPOSITORY
 from benchmarks.cli import clean_environment, heading, new_parser, say, table
+from benchmarks.links import DEVICE, limit_rate, simulated_machines
 from benchmarks.ours import OurStep, synchronize
 from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
 from engine.engine import exit_rank
 from engine.hardware import peak_memory_bytes
 from engine.memory import DDP, FILES, GIB
+from engine.network import Network, step_time, traffic
 from model import ConfigError
 
 PROGRAM = "benchmarks.engines"
@@ -71,6 +81,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     add("--engines", nargs="+", choices=ENGINES, default=default)
     add("--processes", type=int, default=processes, help="processes of each engine")
     add("--steps", type=int, default=20, help=f"steps; the first {WARMUP} warm up")
+    add("--limit", type=float, default=0, help="MB/s that each process can send (0: no limit)")
     shape = {"dim": 512, "n_layers": 8, "n_heads": 8, "batch_size": 4, "accumulation_steps": 2}
     for name, value in (shape | {"max_seq_len": 128}).items():
         add(f"--{name}", type=int, default=value, help="as in training")
@@ -93,30 +104,47 @@ def counts_traffic() -> bool:
 def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
     """Return the results that `take_steps` writes. Raises UsageError if the engine failed."""
     say(f"{name}: {options.steps} steps")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as machines:
         out = Path(folder) / "out.json"
-        command = [*(OWN_NETWORK if counts_traffic() else []), sys.executable]
-        command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
+        command = [sys.executable, "-m", "accelerate.commands.launch"]
         command += ["--config_file", str(REPOSITORY / "configs" / f"{name}.yaml")]
         command += ["--num_processes", str(options.processes)]
-        command += ["-m", PROGRAM, str(out), str(options.steps)]
-        ended = subprocess.run(
-            [*command, *work.flags(), "--compile", "off"],
-            cwd=REPOSITORY,
-            env=clean_environment() | {"GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if ended.returncode or not out.exists():
-            said = [line for line in ended.stdout.splitlines() if re.search("[Ee]rror: ", line)]
-            raise UsageError(f"{name} ended with {ended.returncode}: {' '.join(said[:1])}")
+        task = ["-m", PROGRAM, str(out), str(options.steps), str(options.limit)]
+        task += [*work.flags(), "--compile", "off"]
+        if options.limit:
+            inside = machines.enter_context(simulated_machines(options.processes))
+            command += ["--num_machines", str(options.processes), "--main_process_port", "29500"]
+            command += ["--main_process_ip", inside[0][1]]
+            if name != DDP.config:
+                command += ["--deepspeed_multinode_launcher", "standard"]
+            started = [[*words, *command, "--machine_rank"] for words, _ in inside]
+            commands = [[*words, str(rank), *task] for rank, words in enumerate(started)]
+        else:
+            own = OWN_NETWORK if counts_traffic() else ()
+            commands = [[*own, *command, "--main_process_port", "0", *task]]
+        device = DEVICE if options.limit else "lo"
+        outputs = [Path(folder) / f"{i}.log" for i in range(len(commands))]
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=clean_environment() | {"GLOO_SOCKET_IFNAME": device},
+                stdout=machines.enter_context(open(output, "wb")),
+                stderr=subprocess.STDOUT,
+            )
+            for command, output in zip(commands, outputs, strict=True)
+        ]
+        codes = [process.wait() for process in processes]
+        if any(codes) or not out.exists():
+            text = "".join(output.read_text("utf-8", "replace") for output in outputs)
+            said = [line for line in text.splitlines() if re.search("[Ee]rror: ", line)]
+            raise UsageError(f"{name} ended with {max(codes)}: {' '.join(said[:1])}")
         return json.loads(out.read_text(encoding="utf-8"))
 
 
 def describe(rows: list[dict], steps: int) -> str:
     """Return the table, and a note that explains its columns."""
-    counted = counts_traffic()
+    counted = bool(rows[0]["limited"]) or counts_traffic()
     cells = []
     for row in rows:
         sent, sent_expected = row["sent"] / 1e6, row["sent_expected"] / 1e6
@@ -126,6 +154,7 @@ def describe(rows: list[dict], steps: int) -> str:
                 "first loss": f"{row['losses'][0]:.5f}",
                 "last loss": f"{row['losses'][-1]:.5f}",
                 "seconds per step": f"{row['seconds']:.3f}",
+                **limited(row),
                 "memory, GiB": f"{row['peak'] / GIB:.3f}",
                 "expected, GiB": compare(row["peak_expected"] / GIB, row["peak"] / GIB, 3),
                 "sent, MB": f"{sent:.2f}" if counted else "n/a",
@@ -134,6 +163,14 @@ def describe(rows: list[dict], steps: int) -> str:
         )
     losses = [row["losses"][-1] for row in rows]
     return f"{table(cells)}\n\n{NOTE.format(steps, max(losses) - min(losses))}"
+
+
+def limited(row: dict) -> dict[str, str]:
+    """Return the cells about the steps with limited links; none without such steps."""
+    if not row["limited"]:
+        return {}
+    measured, expected = row["limited"], row["limited_expected"]
+    return {"with the limit": f"{measured:.3f}", "by the plan": compare(expected, measured, 3)}
 
 
 def compare(expected: float, measured: float, digits: int = 2) -> str:
@@ -146,16 +183,17 @@ def wait_for_all() -> None:
         distributed.barrier()
 
 
-def loopback_bytes() -> int:
-    """Return the bytes that the loopback device of this network namespace has sent."""
+def sent_bytes(device: str) -> int:
+    """Return the bytes that a device of this network namespace has sent."""
     table = Path("/proc/self/net/dev").read_text("ascii")
     lines = (line.split(":") for line in table.splitlines() if ":" in line)
-    return next(int(counts.split()[8]) for name, counts in lines if name.strip() == "lo")
+    return next(int(counts.split()[8]) for name, counts in lines if name.strip() == device)
 
 
-def take_steps(out: Path, steps: int, flags: list[str]) -> None:
+def take_steps(out: Path, steps: int, limit: float, flags: list[str]) -> None:
     """Train as one rank of an engine. Rank 0 writes to `out`: the engine's name, its losses, the
-    median seconds of a step, and the measured and expected bytes in memory and sent per step."""
+    median seconds of a step (also with links of `limit` MB/s, if that is not 0), and the measured
+    and expected bytes in memory and sent per step."""
     # Load libraries and AdamW before the model, to measure their memory: `expected` includes it.
     import deepspeed.runtime.zero.muon.muon_optimizer
     import deepspeed.runtime.zero.stage3  # noqa: F401
@@ -166,27 +204,39 @@ def take_steps(out: Path, steps: int, flags: list[str]) -> None:
     libraries = peak_memory_bytes(torch.device("cpu"))
     task = OurStep(flags)
     engine, device = task.run.engine, task.device
-    losses, seconds, sent = [], [], 0
-    for step in range(1, steps + 1):
+    kind, work = engine.kind, task.run.work
+    device_name = DEVICE if limit else "lo"
+    losses, seconds, limited, sent = [], [], [], 0
+    for step in range(1, steps + 1 + (steps if limit else 0)):
         if step == WARMUP + 1:
             wait_for_all()
-            sent = loopback_bytes()
+            sent = sent_bytes(device_name)
+            wait_for_all()
+        if step == steps + 1:
+            wait_for_all()
+            limit_rate(1e6 * limit)
             wait_for_all()
         synchronize(device)
         started = time.perf_counter()
         task.step()
         synchronize(device)
-        seconds.append(time.perf_counter() - started)
+        (seconds if step <= steps else limited).append(time.perf_counter() - started)
         losses.append(task.loss())
     wait_for_all()
-    sent = loopback_bytes() - sent
+    sent = torch.tensor(float(sent_bytes(device_name) - sent))
+    if limit and distributed.is_initialized():  # each process has a device of its own
+        distributed.all_reduce(sent)
+    computing = statistics.median(seconds[WARMUP:])
+    network = Network(1, math.inf, 1e6 * limit or math.inf)
     on_cpu = device.type == "cpu"
     measured = {
         "engine": engine.name,
         "losses": losses,
-        "seconds": statistics.median(seconds[WARMUP:]),
-        "sent": sent / engine.processes / (steps - WARMUP),
-        "sent_expected": task.expected.sent,
+        "seconds": computing,
+        "limited": statistics.median(limited) if limited else None,
+        "limited_expected": step_time(kind, work, computing, network).total,
+        "sent": sent.item() / engine.processes / (len(losses) - WARMUP),
+        "sent_expected": traffic(kind, work).sent,
         "peak": engine.largest(peak_memory_bytes(device)),
         "peak_expected": task.expected.peak + (engine.largest(libraries) if on_cpu else 0),
     }
@@ -199,6 +249,6 @@ if __name__ == "__main__":
         main()
     else:  # a process that `measure` has launched
         try:
-            take_steps(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+            take_steps(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
         finally:
             exit_rank()

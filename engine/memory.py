@@ -1,4 +1,4 @@
-"""Estimate the memory of a training process, and the bytes that it sends, under each engine.
+"""Estimate the memory of a training process under each engine.
 
 Bytes per parameter in fp32: 4 for the weight, 4 for the gradient, 8 for AdamW's moments. Under
 DeepSpeed a weight in 16 bits has 2 bytes, and the optimizer holds a copy in fp32 (4 bytes). ZeRO-1
@@ -128,7 +128,6 @@ class Estimate(NamedTuple):
     working: int  # the peak of activations, logits and buffers
     ram: int  # offloaded to RAM, and RAM that buffers parameters on NVMe
     nvme: int  # offloaded to NVMe
-    sent: int  # sent to other processes in one optimizer step
 
     @property
     def peak(self) -> int:
@@ -136,7 +135,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(kind: Kind, work: Workload) -> Estimate:
-    """Return the memory of one process under an engine, and the bytes that it sends."""
+    """Return the memory of one process under an engine."""
     if work.on_cpu:  # offloaded tensors stay in the same RAM
         kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
     n, t, h = work.shapes.num_parameters(), work.trained, work.itemsize
@@ -175,7 +174,6 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
         working=int(working),
         ram=int(places[CPU]),
         nvme=int(places[NVME]),
-        sent=int(_sent(kind, work)),
     )
 
 
@@ -246,27 +244,6 @@ def _activations(kind: Kind, work: Workload) -> float:
     if work.on_cpu:  # gradients of a block do not reuse the freed memory of the logits
         return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
     return tokens * kept + casts + max(logits, at_work)
-
-
-def _sent(kind: Kind, work: Workload) -> float:
-    """Return the bytes that a process sends to the others in an optimizer step.
-
-    In a ring of P processes each process sends (P - 1) / P of the gathered or scattered bytes, and
-    twice as much for an all-reduce. DDP, ZeRO-1 and 2 all-reduce gradients, ZeRO-3 scatters them.
-    ZeRO-3, and ZeRO-2 without `coalesces`, do so in each micro-batch, the others once per step.
-    ZeRO-1 and 2 gather weights once per step, ZeRO-3 in each forward and backward.
-    """
-    n, t, h = work.shapes.num_parameters(), work.trained, work.itemsize
-    ring = (work.processes - 1) / work.processes
-    micro_batches = work.args.accumulation_steps
-    if kind.stage is None:
-        return 2 * ring * 4 * t
-    if kind.stage < 3:
-        every = kind.stage == 2 and not kind.coalesces
-        return ring * h * t * (2 * (micro_batches if every else 1) + 1)
-    gathered = 2 * n - min(n, kind.reuse_distance // 2)
-    scattered = 2 * t if work.on_cpu else t  # instead of a reduce-scatter, gloo runs an all-reduce
-    return ring * h * micro_batches * (scattered + gathered)
 
 
 def fits(kind: Kind, work: Workload, memory: int, ram: float = math.inf) -> bool:

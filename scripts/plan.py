@@ -13,9 +13,11 @@ import torch
 
 from common.errors import UsageError, one_line_errors
 from common.numbers import columns, counted, memory
+from engine import network
 from engine.compilation import should_compile
 from engine.hardware import GIB, available_memory, peak_flops
 from engine.memory import OVERHEAD, Workload, can_coalesce, engines, estimate, fits, largest_batch
+from engine.network import LOSS, Network
 from formats.portable import without_memory
 from model import ConfigError, LMConfig
 from scripts.model_flags import at_least_1
@@ -25,7 +27,12 @@ TOKENS_PER_PARAMETER = 20  # compute-optimal: https://arxiv.org/abs/2203.15556
 # The training flags that change the estimate. The flags of the model change it too.
 TRAINING_FLAGS = "accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"
 TRAINING_FLAGS += "coalesce_reduction", "max_steps", "optimizer", "tf32"
-PLAN_FLAGS = "num_processes", "vocab_size", "gpu_memory", "ram", "device", "mfu", "tokens"
+PLAN_FLAGS = "num_processes", "num_machines", "link", "network", "vocab_size", "gpu_memory", "ram"
+PLAN_FLAGS += "device", "mfu", "tokens"
+GPUS = 8  # assumed GPUs of a machine
+# Words of a GPU's name → the link to the other GPUs of its machine; other GPUs have PCIe.
+LINKS = {"H100": "nvlink4", "H200": "nvlink4", "GH200": "nvlink4", "A100": "nvlink3"}
+SAVES = 0.9  # an engine, or twice the GPUs, is named if it takes less than this share of the time
 
 
 @one_line_errors("plan", UsageError, ConfigError)
@@ -35,6 +42,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.prog, parser.description = "python -m scripts.plan", __doc__
     add = parser.add_argument_group("plan").add_argument
     add("--num_processes", type=at_least_1, default=1, help="processes, one per GPU")
+    add("--num_machines", type=at_least_1, help=f"machines (default: one per {GPUS} processes)")
+    links = f"GB/s that it reaches, or NAME or NxNAME of {', '.join(network.RATES)}"
+    of_gpu = "a GPU's link to the others of its machine"
+    add("--link", help=f"{of_gpu}: {links} (default: by the name of the GPU)")
+    add("--network", default="ethernet100", help="a machine's links to the others, as --link")
     add("--vocab_size", type=int, default=6400, help="vocabulary size of the tokenizer")
     add("--gpu_memory", type=float, help="memory of a GPU in GiB (default: this machine's)")
     add(
@@ -43,16 +55,19 @@ def main(argv: list[str] | None = None) -> None:
         help="RAM of all processes in GiB (default with this machine's GPUs: its)",
     )
     add("--device", help="name of the GPU, such as 'H100' (default: this machine's GPU)")
-    add("--mfu", type=float, default=0.4, help="model FLOPs utilization, to estimate hours")
+    add("--mfu", type=float, default=0.4, help="model FLOPs utilization without sending")
     add("--tokens", type=float, help="training tokens (default: max_steps, or 20 per parameter)")
     print(describe(vars(parser.parse_args(argv))))
 
 
 def describe(options: dict) -> str:
-    """Return the table and the advice. Raises UsageError or ConfigError if a value cannot work."""
+    """Return the tables and the advice. Raises UsageError or ConfigError if a value cannot work."""
     plan = Namespace(**{name: options.pop(name) for name in PLAN_FLAGS})
     args, model_settings = as_arguments(options)
     processes = plan.num_processes
+    machines = plan.num_machines or math.ceil(processes / GPUS)
+    if processes % machines:
+        raise UsageError(f"--num_machines {machines} does not divide --num_processes {processes}")
     if not all(x is None or x > 0 for x in (plan.gpu_memory, plan.ram, plan.mfu, plan.tokens)):
         raise UsageError("--gpu_memory, --ram, --mfu and --tokens must be above 0")
     has_gpu = torch.cuda.is_available()
@@ -67,6 +82,9 @@ def describe(options: dict) -> str:
     if plan.ram or not plan.gpu_memory:
         free = available_memory(torch.device("cpu"), processes)
         ram = plan.ram * GIB / processes if plan.ram else free
+    link = plan.link or next((LINKS[word] for word in name.split() if word in LINKS), "pcie4")
+    rates = network.bytes_per_second(link), network.bytes_per_second(plan.network)
+    links = Network(processes // machines, *rates)
     shapes = without_memory(LMConfig(**model_settings, vocab_size=plan.vocab_size))
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
     step = args.global_batch(processes) * seq_len  # tokens
@@ -75,41 +93,86 @@ def describe(options: dict) -> str:
     flops = tokens * shapes.flops_per_token(seq_len)  # FLOPs of the whole run
     compiled = should_compile(args.compile, flops / processes, device)
     work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=compiled)
-    hours = f"{flops / (peak * plan.mfu * processes) / 3600:.3g}" if peak else "?"
-    rows, advice = [], ""
+    # Seconds of computing in a step; not a number if the speed of the device is unknown.
+    computing = flops * step / tokens / processes / (peak * plan.mfu if peak else math.nan)
+    memories, times, fitting = [], [], []
     for kind in engines():
         if args.optimizer == "muon" and not kind.takes_muon:
             continue
-        coalesces = can_coalesce(kind, work, limit)
-        expected = estimate(replace(kind, coalesces=coalesces), work)
-        row = {
-            "engine": kind.name,
-            "memory" if work.on_cpu else "GPU memory": memory(expected.peak),
-            "RAM": memory(expected.ram) if expected.ram else "0",
-            "largest batch": str(largest_batch(kind, work, limit)),
-            "GB sent per step": f"{expected.sent / 1e9:.2f}",
-            "hours": hours,
-        }
-        rows.append(row)
-        if not advice and fits(kind, work, limit, ram):  # the first engine that fits is preferred
-            command = f"ENGINE={kind.config} bash run_accelerate.sh"
-            advice = f"Take {kind.name}, the first that fits, with your model's flags:\n{command}"
-            if expected.ram:
-                needs = memory(processes * expected.ram)
-                advice += f"\nIts {counted(processes, 'processes')} need {needs} of RAM together"
-                advice += f", and {memory(12 * total)} more while a checkpoint is written"
-                advice += "." if ram < math.inf else " (with --ram, the plan compares it)."
-    advice = advice or "No engine fits: take a smaller --batch_size or more memory."
-    note = "The hours ignore communication: an engine that sends more takes longer than they say.\n"
-    if not peak:
-        note = ""
-        advice += f"\nHours are unknown for {name} in {precision}: pass a --device such as H100"
-    return (
+        whole = replace(kind, coalesces=can_coalesce(kind, work, limit))
+        expected, time = estimate(whole, work), network.step_time(whole, work, computing, links)
+        if fits(kind, work, limit, ram):
+            fitting.append((whole, time))
+        memories.append(
+            {
+                "engine": kind.name,
+                "memory" if work.on_cpu else "GPU memory": memory(expected.peak),
+                "RAM": memory(expected.ram) if expected.ram else "0",
+                "largest batch": str(largest_batch(kind, work, limit)),
+            }
+        )
+        most = network.most_processes(whole, work, computing, links)
+        times.append(
+            {
+                "engine": kind.name,
+                "GB sent": f"{network.traffic(whole, work).sent / 1e9:.2f}",
+                "computing, s": known(computing),
+                "sending, s": known(time.sending),
+                "hidden, s": known(time.hidden),
+                "hours": known(time.total * tokens / step / 3600),
+                "lost": f"{time.lost:.0%}" if peak else "?",
+                "most GPUs": f"{most:,}" if peak else "?",
+            }
+        )
+    lines = [
         f"{total / 1e6:.2f} million parameters, {step:,} tokens per step, "
-        f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps\n"
+        f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps",
         f"{limit / GIB:.1f} GiB for each of {processes} processes, of which {OVERHEAD // GIB} for "
-        f"libraries; {name} at {plan.mfu:.0%} MFU\n\n{columns(rows)}\n{note}\n{advice}"
-    )
+        f"libraries; {name} at {plan.mfu:.0%} MFU",
+        f"{counted(machines, 'machines')}; {link} in a machine, {plan.network} between machines",
+        f"\n{columns(memories)}\n\n{columns(times)}",
+        f"Most GPUs: with more, {LOSS:.0%} of the time or more is lost at this global batch.\n",
+        *advice(fitting, work, links),
+    ]
+    if fitting and (ram_needed := estimate(fitting[0][0], work).ram):
+        needs, copy = memory(processes * ram_needed), memory(12 * total)
+        end = "." if ram < math.inf else " (with --ram, the plan compares it)."
+        who = f"Its {counted(processes, 'processes')}"
+        lines.append(f"{who} need {needs} of RAM together, and {copy} more for a checkpoint{end}")
+    if not peak:
+        lines.append(f"Hours are unknown for {name} in {precision}: pass a --device such as H100")
+    return "\n".join(lines)
+
+
+def known(value: float) -> str:
+    """Return a number, or "?" if it is not a number."""
+    return "?" if math.isnan(value) else f"{value:.3g}"
+
+
+def advice(fitting: list[tuple], work: Workload, links: Network) -> list[str]:
+    """Return the lines that name the engine to take, a faster one, and the use of more GPUs.
+    `fitting` has the engines that fit, and the StepTime of each."""
+    if not fitting:
+        return ["No engine fits: take a smaller --batch_size or more memory."]
+    (kind, time), *others = fitting  # the first engine that fits is preferred
+    lines = [
+        f"Take {kind.name}, the first that fits, with your model's flags:",
+        f"ENGINE={kind.config} bash run_accelerate.sh",
+    ]
+    best, fastest = min(others, key=lambda each: each[1].total, default=(kind, time))
+    if fastest.total < SAVES * time.total:
+        share = f"{1 - fastest.total / time.total:.0%} less time"
+        lines.append(f"{best.name} would take {share}, because it waits less for the network.")
+    twice = 2 * work.processes
+    if twice <= work.args.global_batch(work.processes):
+        half = network.divided(kind, work, twice)
+        more = network.step_time(*half, time.computing / 2, links)
+        if more.total > SAVES * time.total:
+            saved = max(0, 1 - more.total / time.total)
+            lines.append(
+                f"Twice the GPUs would save only {saved:.0%} of the time: do not buy them."
+            )
+    return lines
 
 
 if __name__ == "__main__":

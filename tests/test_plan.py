@@ -15,30 +15,32 @@ def page(capsys, flags: str) -> list[str]:
 def test_the_readmes_training_fits_with_ddp_on_four_gpus_of_48_gib(capsys):
     lines = page(capsys, f"{FLAGS} --batch_size 24 --gpu_memory 48 --device H100")
     assert lines[0].startswith("361.04 million parameters, 3,145,728 tokens per step, 7.22 billion")
-    head, *rows = lines[3:11]
+    head, *rows = lines[4:12]
     assert all(len(line) <= 100 for line in lines)
     assert head.split("  ")[0] == "engine"
     assert [row.split("  ")[0] for row in rows] == [
         *("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-2, optimizer on the CPU"),
         *("ZeRO-3, all on the CPU", "ZeRO-3, all on NVMe"),
     ]
-    # GB sent per step; hours at 40% of 989 TFLOP/s (6 FLOPs per parameter and token, and attention)
-    assert rows[0].split()[-2:] == ["2.17", "3.26"]
+    # GB sent, seconds of computing, sending and hidden sending; hours at 40% of 989 TFLOP/s (6
+    # FLOPs per parameter and token, and attention); lost time; GPUs that lose less than a tenth
+    time = "2.17 5.11 0.00602 0.00602 3.26 0% 8"
+    assert lines[14].split() == ["DDP", *time.split()]
     assert "Take DDP, the first that fits, with your model's flags:" in lines
 
 
 def test_a_run_that_is_too_short_to_be_compiled_needs_more_memory(capsys):
     flags = f"{FLAGS} --batch_size 24 --gpu_memory 48 --device H100"
     long, short = (page(capsys, flags + end) for end in ("", " --max_steps 3"))
-    assert "26.24 GiB" in long[6]  # the row of ZeRO-2
-    assert short[6] == page(capsys, f"{flags} --max_steps 3 --compile off")[6]
-    assert "39.07 GiB" in short[6]
+    assert "26.24 GiB" in long[7]  # the row of ZeRO-2
+    assert short[7] == page(capsys, f"{flags} --max_steps 3 --compile off")[7]
+    assert "39.07 GiB" in short[7]
 
 
 def test_a_smaller_gpu_gets_another_engine_or_none(capsys):
     def last(memory: int) -> str:
         flags = f"{FLAGS} --batch_size 1 --gpu_memory {memory} --device H100"
-        return "\n".join(page(capsys, flags)[-2:])
+        return "\n".join(page(capsys, flags)[-4:])
 
     assert "Take ZeRO-" in last(6)
     assert "No engine fits" in last(1)
@@ -63,6 +65,8 @@ def test_the_ram_of_an_engine_that_offloads_is_named_and_must_be_there(capsys):
         ("--dim 63", "dim 63 is not divisible"),
         ("--gpu_memory 8 --mfu 0", "must be above 0"),
         ("--gpu_memory 8 --ram 0", "--ram, --mfu and --tokens must be above 0"),
+        ("--num_processes 4 --num_machines 3", "does not divide"),
+        ("--gpu_memory 8 --network modem", "is no link"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(refusal, flags, named):
@@ -72,5 +76,14 @@ def test_flags_that_cannot_work_are_refused(refusal, flags, named):
 def test_hours_are_unknown_for_an_unknown_device_and_tokens_may_be_given(capsys):
     lines = page(capsys, "--dim 64 --n_layers 2 --tokens 1e6 --gpu_memory 8 --device Abacus")
     assert "0.001 billion tokens" in lines[0]
-    assert lines[4].endswith("?")
+    assert lines[14].split()[:5] == ["DDP", "0.00", "?", "0", "0"]
     assert "Hours are unknown for Abacus in bf16: pass a --device such as H100" in lines[-1]
+
+
+def test_the_advice_knows_the_network(capsys):
+    flags = f"{FLAGS.replace('processes 4', 'processes 16')} --batch_size 1 --accumulation_steps 1"
+    flags += " --gpu_memory 80 --device A100 --network 0.5"
+    *_, advice, command, faster = page(capsys, flags)
+    assert "Take DDP" in advice
+    assert command == "ENGINE=ddp bash run_accelerate.sh"
+    assert "would take" in faster

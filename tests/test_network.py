@@ -1,0 +1,98 @@
+"""The bytes that engines send, the time that this takes, and what scripts.plan makes of it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from test_memory import KINDS, workload
+
+from common.errors import UsageError
+from engine.network import (
+    Network,
+    bytes_per_second,
+    divided,
+    most_processes,
+    step_time,
+    traffic,
+)
+
+
+def test_the_bytes_sent_equal_a_count_by_hand():
+    n, sent = workload().shapes.num_parameters(), {}
+    for name, kind in KINDS.items():
+        work = workload(processes=4, accumulation_steps=3)
+        sent[name] = traffic(kind, work).sent / (3 / 4 * n)
+        assert traffic(kind, workload()).sent == 0  # one process sends nothing
+    assert sent["ddp"] == pytest.approx(2 * 4, rel=1e-3)  # all-reduce (2) of 4 bytes
+    assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)  # all-reduce, gather of 2 bytes
+    assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)  # 3 micro-batches
+    once = traffic(replace(KINDS["zero2"], coalesces=True), work).sent / (3 / 4 * n)
+    assert once == pytest.approx(2 * (2 + 1), rel=1e-3)
+    # zero3.json keeps the weights of a small model gathered until backward; zero_infinity does not.
+    assert sent["zero3"] == pytest.approx(2 * 3 * (1 + 1), rel=1e-3)
+    assert sent["zero_infinity"] == pytest.approx(2 * 3 * (1 + 2), rel=1e-3)
+
+
+def test_offload_copies_gradients_and_weights_through_pcie():
+    n, copied = workload().shapes.num_parameters(), {}
+    for name in ("zero2", "zero2_offload", "zero3_offload"):
+        copied[name] = traffic(KINDS[name], workload(processes=4, accumulation_steps=3)).copied
+    assert copied["zero2"] == 0
+    assert copied["zero2_offload"] == pytest.approx((4 + 2) * n / 4, rel=1e-3)
+    # In each of 3 micro-batches: gradients in fp32 there and back, and weights once (see above).
+    assert copied["zero3_offload"] == pytest.approx(3 * (8 + 2) * n / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("12.5", 12.5e9), ("nvlink4", 360e9), ("8xinfiniband400", 320e9), ("ethernet25", 2.5e9)],
+)
+def test_a_link_is_a_name_a_multiple_of_a_name_or_a_number(text, expected):
+    assert bytes_per_second(text) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "token-ring", "xpcie4", "2.5xpcie4"])
+def test_other_links_are_refused(text):
+    with pytest.raises(UsageError, match="pass GB/s"):
+        bytes_per_second(text)
+
+
+def test_the_slowest_link_of_the_ring_decides():
+    network = Network(per_machine=8, link=100, between=50)
+    assert (network.rate(8), network.rate(16)) == (100, 50)
+    assert replace(network, between=800).rate(16) == 100
+
+
+def test_a_step_hides_what_the_engine_can_send_during_computing():
+    work = workload(processes=2, accumulation_steps=4)
+    sent = {name: traffic(KINDS[name], work) for name in ("ddp", "zero1", "zero2", "zero3")}
+    rate = 1e6
+    network = Network(2, rate, rate)
+    seconds = {name: each.sent / rate for name, each in sent.items()}
+    computing = 4 * seconds["ddp"]  # so the backward of a micro-batch has two thirds of the time
+    found = {name: step_time(KINDS[name], work, computing, network) for name in sent}
+    for name, time in found.items():
+        assert time.sending == pytest.approx(seconds[name])
+        assert time.lost == pytest.approx(1 - computing / time.total)
+    assert found["ddp"].hidden == pytest.approx(2 / 3 * seconds["ddp"])
+    assert found["zero1"].hidden == 0
+    assert found["zero2"].hidden == pytest.approx(sent["zero2"].gradients / rate)
+    assert found["zero3"].hidden == pytest.approx(seconds["zero3"])
+    once = step_time(replace(KINDS["zero2"], coalesces=True), work, computing, network)
+    assert once.hidden == 0
+
+
+def test_more_processes_share_the_global_batch():
+    work = workload(processes=2, accumulation_steps=4)  # 3 sequences each: 24 in a step
+    kind = replace(KINDS["zero2"], coalesces=True)
+    parts = {n: divided(kind, work, n) for n in (2, 4, 8, 24)}
+    batches = {n: (w.args.batch_size, w.args.accumulation_steps) for n, (_, w) in parts.items()}
+    assert batches == {2: (3, 4), 4: (3, 2), 8: (3, 1), 24: (1, 1)}
+    assert [parts[n][0].coalesces for n in batches] == [True, True, False, False]
+
+
+def test_the_most_processes_lose_less_than_a_tenth():
+    work = workload(processes=1, accumulation_steps=8)
+    slow, fast = Network(2, 1e9, 1e4), Network(2, 1e9, math.inf)
+    assert most_processes(KINDS["ddp"], work, 1.0, slow) == 2  # one machine
+    assert most_processes(KINDS["ddp"], work, 1.0, fast) == 16  # as many as there are sequences
