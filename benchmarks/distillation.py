@@ -11,42 +11,22 @@ on the cores increases it. A run is not repeated if a finished run has the same 
 """
 
 import argparse
-import hashlib
-import json
 import shlex
 import statistics
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
-from benchmarks import REPOSITORY
-from benchmarks.cli import heading, new_parser, say, table
+from benchmarks.cli import heading, new_parser, table
+from benchmarks.trained import Result, train
 from common.errors import UsageError, one_line_errors, stop_in_order
-from data.shards import DESCRIPTION_FILE, read_description
+from data.shards import read_description
 from model import ConfigError
 
 PROGRAM = "benchmarks.distillation"
-OUT = Path("out/benchmarks/distillation")
 MUON_FLAGS = "--optimizer muon --learning_rate 1e-2 --lr_schedule wsd --decay_fraction 1"
 BATCH = f"--max_seq_len 256 --batch_size 16 --min_lr_ratio 0 {MUON_FLAGS}"
 # With a vocabulary of 4,096 or 6,400 the teacher has 5 to 6 times the parameters of a student.
 STUDENT = "--dim 192 --n_layers 4 --n_heads 4"
 TEACHER = "--dim 384 --n_layers 8 --n_heads 8"
-# Validate on the whole split, only at the end; keep only the last checkpoint.
-QUIET = (
-    "--log_interval 10 --log_with none --eval_interval 0 --eval_samples 0 --save_interval 0 "
-    "--keep_last 1 --sample_tokens 1 --compile on"
-)
-
-
-class Result(NamedTuple):
-    """The result of a finished run."""
-
-    run: Path
-    bits_per_byte: float  # on the validation split, at the end
-    steps: int
-    step_seconds: float  # median over log intervals, without validations and the first step
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -131,34 +111,6 @@ def differences(results: list[Result], others: list[Result]) -> str:
     pairs = zip(results, others, strict=True)
     values = [one.bits_per_byte - other.bits_per_byte for one, other in pairs]
     return f"{statistics.mean(values):+.4f} ({min(values):+.4f} to {max(values):+.4f})"
-
-
-def train(kind: str, data: Path, flags: list[str], seed: int, stage: str = "pretrain") -> Result:
-    """Train a model, unless a finished run has the same text and flags. Return the result.
-
-    Args:
-        flags: each string holds one or more flags; the last string is printed.
-
-    Raises UsageError if the training program failed.
-    """
-    description = (data / DESCRIPTION_FILE).read_text(encoding="utf-8")
-    inputs = "\0".join([str(data.resolve()), description, QUIET, *flags])
-    digest = hashlib.sha256(inputs.encode()).hexdigest()[:8]
-    run = OUT / f"{data.resolve().name}-{kind}-{digest}-seed{seed}"
-    if not (run / "weights").exists():
-        say(f"{run.name}: {flags[-1]} ...")
-        words = [sys.executable, str(REPOSITORY / f"train_{stage}_accelerate.py")]
-        words += shlex.split(" ".join([QUIET, *flags]))
-        words += ["--seed", str(seed), "--data", str(data), "--out_dir", str(OUT)]
-        words += ["--run_name", run.name, "--resume", "auto"]
-        ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if ended.returncode or not (run / "weights").exists():
-            raise UsageError(f"{run.name} failed: {''.join(ended.stdout.splitlines()[-1:])}")
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = list(map(json.loads, lines))
-    last = [row for row in rows if "val_bits_per_byte" in row][-1]
-    timed = [row["step_seconds"] for row in rows if row["step"] > 1 and "step_seconds" in row]
-    return Result(run, last["val_bits_per_byte"], last["step"], statistics.median(timed))
 
 
 if __name__ == "__main__":

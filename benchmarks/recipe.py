@@ -13,11 +13,11 @@ import math
 from pathlib import Path
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 
 from benchmarks.cli import heading, new_parser, table
-from benchmarks.distillation import train
+from benchmarks.trained import train
+from benchmarks.variants import SPEED_STEPS, candidate
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.prepare import BY_SIZE
 from data.shards import read_description
@@ -25,12 +25,11 @@ from engine.hardware import peak_flops
 from launch import recipe
 from launch.step_times import GPU_SHARE
 from launch.time_budget import GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED
-from model import ConfigError, LMConfig, Transformer
+from model import ConfigError
 from training.arguments import as_words
 
 PROGRAM = "benchmarks.recipe"
 NAMES = {f"{n_layers}x{dim}": (n_layers, dim) for n_layers, dim in recipe.SHAPES}
-SPEED_STEPS = 40
 PICTURE = Path("out/benchmarks/recipe.png")
 # Exponents of parameters and tokens: Hoffmann et al., https://arxiv.org/abs/2203.15556.
 EXPONENTS = -0.34, -0.28
@@ -101,17 +100,6 @@ def row(data: Path, name: str, minutes: int, seed: int, more: str) -> dict:
         "tokens/s": round(recipe.BATCH / result.step_seconds),
         "bits per byte": round(result.bits_per_byte, 4),
     }
-
-
-def candidate(settings: dict, vocab_size: int, rows: int) -> recipe.Candidate:
-    """Return the model with these flags, and a micro-batch of `rows` sequences."""
-    with torch.device("meta"):
-        model = Transformer(LMConfig(**settings, vocab_size=vocab_size))
-    length = settings["max_seq_len"]
-    flops, looked_up = model.flops_per_token(length), model.tok_embeddings.weight.numel()
-    looked_up *= not settings["tie_embeddings"]
-    size = model.num_parameters() - looked_up
-    return recipe.Candidate(settings, size, flops, length, rows, looked_up=looked_up)
 
 
 def terms(rows: list[dict]) -> np.ndarray:

@@ -1,0 +1,59 @@
+"""Train a model for a benchmark, or take the result of the same run before."""
+
+import hashlib
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import REPOSITORY
+from benchmarks.cli import say
+from common.errors import UsageError
+from data.shards import DESCRIPTION_FILE
+
+OUT = Path("out/benchmarks/runs")
+# Validate on the whole split, only at the end; keep only the last checkpoint.
+QUIET = (
+    "--log_interval 10 --log_with none --eval_interval 0 --eval_samples 0 --save_interval 0 "
+    "--keep_last 1 --sample_tokens 1 --compile on"
+)
+
+
+class Result(NamedTuple):
+    """The result of a finished run."""
+
+    run: Path
+    bits_per_byte: float  # on the validation split, at the end
+    steps: int
+    step_seconds: float  # median over log intervals, without validations and the first step
+
+
+def train(kind: str, data: Path, flags: list[str], seed: int, stage: str = "pretrain") -> Result:
+    """Train a model, unless a finished run has the same text and flags. Return the result.
+
+    Args:
+        flags: each string holds one or more flags; the last string is printed.
+
+    Raises UsageError if the training program failed.
+    """
+    description = (data / DESCRIPTION_FILE).read_text(encoding="utf-8")
+    inputs = "\0".join([str(data.resolve()), description, QUIET, *flags])
+    digest = hashlib.sha256(inputs.encode()).hexdigest()[:8]
+    run = OUT / f"{data.resolve().name}-{kind}-{digest}-seed{seed}"
+    if not (run / "weights").exists():
+        say(f"{run.name}: {flags[-1]} ...")
+        words = [sys.executable, str(REPOSITORY / f"train_{stage}_accelerate.py")]
+        words += shlex.split(" ".join([QUIET, *flags]))
+        words += ["--seed", str(seed), "--data", str(data), "--out_dir", str(OUT)]
+        words += ["--run_name", run.name, "--resume", "auto"]
+        ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if ended.returncode or not (run / "weights").exists():
+            raise UsageError(f"{run.name} failed: {''.join(ended.stdout.splitlines()[-1:])}")
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = list(map(json.loads, lines))
+    last = [row for row in rows if "val_bits_per_byte" in row][-1]
+    timed = [row["step_seconds"] for row in rows if row["step"] > 1 and "step_seconds" in row]
+    return Result(run, last["val_bits_per_byte"], last["step"], statistics.median(timed))

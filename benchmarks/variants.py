@@ -1,0 +1,141 @@
+"""Decide between variants of the recipe: bits per byte on some texts, with the noise of the seeds.
+
+    python -m benchmarks.variants --data out/data/chinese_poetry out/data/pydocs --seeds 1 2 \\
+        --variants "" "--output_lr_factor 1" "shape=4x256" "data=-8192"
+
+A variant is a string of training flags, added to those of the recipe. It may begin with words that
+change the recipe: shape=LAYERSxDIM, optimizer=adamw (AdamW alone), or data=SUFFIX for the folder
+DATASUFFIX (the same text with another vocabulary, for example). The first variant is the reference.
+With --minutes, the number of steps of a run follows from the speed of 40 steps, else it is --steps.
+Each run computes with one thread; --jobs runs go at a time, those of one seed beside each other.
+Finished runs are reused.
+
+A difference between two variants counts as shown if 95% of the differences that seeds alone make
+are smaller. The seeds' standard deviation is that of the residuals when each variant and each seed
+has its own mean. With one seed nothing can be shown, and the table says so.
+"""
+
+import itertools
+import math
+import os
+import shlex
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.cli import heading, new_parser, table
+from benchmarks.trained import Result, train
+from common.errors import UsageError, one_line_errors, stop_in_order
+from data.shards import read_description
+from launch import recipe
+from model import ConfigError, LMConfig, Transformer
+from training.arguments import as_words
+
+PROGRAM = "benchmarks.variants"
+SPEED_STEPS = 40
+# Quantiles of Student's t: 97.5% of the values for 1, 2, ... degrees of freedom lie below.
+T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+
+def main(argv: list[str] | None = None) -> None:
+    stop_in_order()
+    with one_line_errors(PROGRAM, UsageError, ConfigError):
+        parser = new_parser(PROGRAM, __doc__)
+        add = parser.add_argument
+        add("--data", nargs="+", required=True, help="folders of prepared data")
+        add("--variants", nargs="+", default=[""], help="what to compare; the first: the reference")
+        add("--shape", default="3x128", help="LAYERSxDIM of variants without a shape of their own")
+        add("--steps", type=int, default=600, help="steps of a run")
+        add("--minutes", type=float, help="time of a run, instead of --steps")
+        add("--seeds", type=int, nargs="+", default=[1, 2], help="each variant trains with each")
+        add("--jobs", type=int, default=2, help="runs at a time")
+        args = parser.parse_args(argv)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for the runs
+        print(heading(PROGRAM, argv), flush=True)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for data in args.data:
+                jobs = [(data, v, seed, args) for seed in args.seeds for v in args.variants]
+                results = list(pool.map(lambda job: result_of(*job), jobs))
+                of_seeds = np.array_split(np.array(results, dtype=object), len(args.seeds))
+                runs = [[Result(*each[i]) for each in of_seeds] for i in range(len(args.variants))]
+                print(f"\n{describe(data, args.variants, runs)}", flush=True)
+
+
+def result_of(data: str, variant: str, seed: int, args) -> Result:
+    """Train a variant on a text, and return its result."""
+    words = shlex.split(variant)
+    leading = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    changed, flags = dict(word.split("=") for word in leading), shlex.join(words[len(leading) :])
+    folder = Path(data + changed.get("data", ""))
+    muon = changed.get("optimizer") != "adamw"
+    of_recipe = recipe_flags(folder, changed.get("shape", args.shape), muon)
+    steps = args.steps
+    if args.minutes:
+        speed = train("speed", folder, [of_recipe, f"{flags} --max_steps {SPEED_STEPS}"], seed)
+        steps = round(60 * args.minutes / speed.step_seconds)
+    return train("variant", folder, [of_recipe, f"{flags} --max_steps {steps}"], seed)
+
+
+def recipe_flags(data: Path, shape: str, muon: bool) -> str:
+    """Return the recipe's flags for a shape and a text that is read at most twice."""
+    n_layers, _, dim = shape.partition("x")
+    settings = recipe.shape_settings(int(n_layers), int(dim), {})
+    length = settings["max_seq_len"]
+    model = candidate(settings, read_description(data)["vocab_size"], recipe.BATCH // length)
+    return " ".join(
+        as_words(
+            settings
+            | recipe.optimizer_flags(model, muon)
+            | recipe.repetition_flags(1, muon)
+            | {"batch_size": model.rows}
+        )
+    )
+
+
+def candidate(settings: dict, vocab_size: int, rows: int) -> recipe.Candidate:
+    """Return the model with these flags, and a micro-batch of `rows` sequences."""
+    with torch.device("meta"):
+        model = Transformer(LMConfig(**settings, vocab_size=vocab_size))
+    length = settings["max_seq_len"]
+    flops, looked_up = model.flops_per_token(length), model.tok_embeddings.weight.numel()
+    looked_up *= not settings["tie_embeddings"]
+    size = model.num_parameters() - looked_up
+    return recipe.Candidate(settings, size, flops, length, rows, looked_up=looked_up)
+
+
+def describe(data: str, variants: list[str], runs: list[list[Result]]) -> str:
+    """Return the table of a text; runs[i][j] is variant i with seed j."""
+    found = np.array([[run.bits_per_byte for run in of_variant] for of_variant in runs])
+    rows = [
+        {
+            Path(data).name: f"`{variant}`" if variant else "the recipe",
+            "steps": f"{statistics.median(run.steps for run in of_variant):,.0f}",
+            "ms per step": f"{1e3 * statistics.median(r.step_seconds for r in of_variant):.0f}",
+            "bits per byte, by seed": ", ".join(f"{value:.4f}" for value in values),
+            "mean": f"{values.mean():.4f}",
+            "against the first": f"{values.mean() - found[0].mean():+.4f}",
+        }
+        for variant, of_variant, values in zip(variants, runs, found, strict=True)
+    ]
+    shown = smallest_difference(found)
+    limit = "one seed shows nothing" if shown is None else f"differences from {shown:.4f} are shown"
+    return f"{table(rows)}\n\n{limit}"
+
+
+def smallest_difference(found: np.ndarray) -> float | None:
+    """Return the smallest difference of two variants' means that their seeds show, at 95%; `found`
+    is (variants, seeds). None: too few values."""
+    freedom = (found.shape[0] - 1) * (found.shape[1] - 1)
+    if not freedom:
+        return None
+    residuals = found - found.mean(0) - found.mean(1, keepdims=True) + found.mean()
+    deviation = math.sqrt(np.sum(residuals**2) / freedom)
+    quantile = T_975[freedom - 1] if freedom <= len(T_975) else 2.05
+    return quantile * deviation * math.sqrt(2 / found.shape[1])
+
+
+if __name__ == "__main__":
+    main()
