@@ -14,6 +14,7 @@ from common.errors import UsageError
 from data.chat_template import JINJA, PLAIN_JINJA, TEMPLATE_FILE, TEMPLATE_TOKENS
 from data.tokenizer import (
     MARKERS_FILE,
+    TOKENIZER_FILE,
     TOKENIZER_FILES,
     TOKENIZER_JSON,
     copy_tokenizer,
@@ -34,6 +35,7 @@ from formats.portable import (
     without_memory,
     write_json,
 )
+from formats.tokenizer_json import restore
 from formats.weight_names import OUTER, is_learned, our_rows, our_weights
 from model.config import LMConfig
 
@@ -78,12 +80,14 @@ def import_weights(
         require_fit(without_memory(config), weights, str(source))
         names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
         save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
-        path = tokenizer or tokenizer_in(source if source.is_dir() else source.parent)
+        path = tokenizer or (source if source.is_dir() else source.parent)
+        path = tokenizer_in(path) if path.is_dir() else path
         copied = "no tokenizer (to use text, pass --tokenizer FILE)"
         if tokenizer or path.exists():
-            copied = f"tokenizer {open_tokenizer(path).path}"
-            copy_tokenizer(path, folder)
-        copied += _copy_template(source, path if path.is_dir() else path.parent, folder)
+            copied = f"tokenizer {path}"
+            if not restore(path, folder / TOKENIZER_FILE):
+                copy_tokenizer(open_tokenizer(path).path, folder)
+        copied += _copy_template(source, path.parent, folder)
     shown = (
         f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed)}"
         for name in ("n_heads", *DEFAULTS, *(EXPERTS if config.use_moe else ()))
@@ -92,11 +96,12 @@ def import_weights(
 
 
 def _copy_template(source: Path, beside: Path, folder: Path) -> str:
-    """Copy the chat template that stands beside the tokenizer, or that scripts.export_hf wrote into
-    the folder `source`. Return words for the user if it cannot be used, else ""."""
-    if _template(source) == JINJA:
+    """Copy the chat template in the folder `source`; if there is none, the one in `beside`, the
+    folder of the tokenizer. Return words for the user if it cannot be used, else ""."""
+    template = _template(source) or _template(beside) or ""
+    if template.strip() in (JINJA, PLAIN_JINJA):  # of an export or a run of this project
         (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
-    elif template := _template(beside):
+    elif template:
         if not (folder / TOKENIZER_JSON).exists():
             return ", without its chat template, which needs a tokenizer.json of byte-level BPE"
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")

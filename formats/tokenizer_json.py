@@ -10,17 +10,33 @@ literal U+2581 then has no piece and is spelled in bytes, as in data/tokenizer.p
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import tokenizers
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, NormalizerSpec, TrainerSpec
 from tokenizers import decoders, models, normalizers, processors
 
 from common.errors import UsageError
 from data.chat_template import ESCAPE
 from data.tokenizer import SPACE_SYMBOL, Tokenizer
+from data.tokenizer_training import BOS_ID, EOS_ID, LONGEST_LINE, RESERVED_PIECES, UNK_ID
 
 Kind = ModelProto.SentencePiece.Type
+# The first pieces and the settings of every model that data/tokenizer_training.py writes.
+RESERVED = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+MARKER_KINDS = {UNK_ID: Kind.UNKNOWN, BOS_ID: Kind.CONTROL, EOS_ID: Kind.CONTROL}
+TRAINER = {
+    "model_type": TrainerSpec.BPE,
+    "character_coverage": 1.0,
+    "max_sentence_length": 4 * LONGEST_LINE,
+    "allow_whitespace_only_pieces": True,
+    "byte_fallback": True,
+    "required_chars": SPACE_SYMBOL,
+    **{"unk_id": UNK_ID, "bos_id": BOS_ID, "eos_id": EOS_ID, "pad_id": -1},
+}
+NORMALIZER = {"name": "identity", "precompiled_charsmap": b""}
+NORMALIZER |= {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
 # data/tokenizer.py encodes the parts between literal U+2581 one by one, so SentencePiece adds its
 # dummy prefix, a space, to each part. This pattern matches the start of each part.
 PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
@@ -59,6 +75,38 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
         [tokenizers.AddedToken(marker, special=True, normalized=False) for marker in markers]
     )
     return converted
+
+
+def restore(tokenizer_json: Path, out: Path) -> bool:
+    """Write to `out` the SentencePiece model from which `convert` made a tokenizer.json that other
+    programs may have saved again. A model of data/tokenizer_training.py gets its own bytes back.
+    Return False, and leave no file, if no model of that kind gives exactly this tokenizer.json."""
+    try:
+        saved = tokenizers.Tokenizer.from_file(str(tokenizer_json))
+    except Exception:  # the package raises no narrower class
+        return False
+    ids = saved.get_vocab(with_added_tokens=False)
+    pieces = sorted(ids, key=ids.get)
+    if pieces[:RESERVED_PIECES] != RESERVED:
+        return False
+    trainer = TrainerSpec(vocab_size=len(pieces), **TRAINER)
+    model = ModelProto(trainer_spec=trainer, normalizer_spec=NormalizerSpec(**NORMALIZER))
+    kinds = dict.fromkeys(range(RESERVED_PIECES), Kind.BYTE) | MARKER_KINDS
+    for id, piece in enumerate(pieces):
+        if id in kinds:
+            model.pieces.add(piece=piece, score=0, type=kinds[id])
+        else:
+            score = -float(id - RESERVED_PIECES)
+            model.pieces.add(piece=piece.replace(" ", SPACE_SYMBOL), score=score)
+    out.write_bytes(model.SerializeToString())
+    saved.no_padding()
+    saved.no_truncation()
+    with suppress(UsageError):  # SentencePiece or `convert` refuses the model
+        tokenizer = Tokenizer(out)
+        if any(convert(tokenizer, chat).to_str() == saved.to_str() for chat in (False, True)):
+            return True
+    out.unlink()
+    return False
 
 
 def without_escapes(tokenizer_json: str) -> str:

@@ -48,6 +48,7 @@ NEEDS = {
     r"C\+\+ compiler": "a C++ compiler (apt-get install g++)",
     r"libaio": "libaio and a compiler (apt-get install libaio-dev g++)",
     r"only root can mount": "root, to mount a small disk",
+    r"package trl": "TRL (pip install trl==1.16.0 -c requirements.txt)",
     r"network namespaces": "root and ip (apt-get install iproute2), to simulate two machines",
 }
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, encode_conversation
 from data.conversations import Turn
+from data.tokenizer import Tokenizer
 from formats.portable import load_portable, save_portable
 from scripts import export_hf, import_weights
 from storage.weights import load_trained
@@ -132,24 +133,77 @@ def test_a_chat_model_is_exported_with_the_chat_template(weights, exported, tmp_
         assert load_trained(str(tmp_path / name)).chats == (name == "chats")
 
 
-def test_an_export_saved_by_transformers_is_imported(weights, exported, tmp_path, refusal, capsys):
-    chat, again = shutil.copytree(weights, tmp_path / "chat"), tmp_path / "again"
-    (chat / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
-    export_hf.main([str(chat), str(tmp_path / "hf")])
-    for kind in (AutoModelForCausalLM, AutoTokenizer):  # as TRL and PEFT save a model
-        kind.from_pretrained(tmp_path / "hf").save_pretrained(again)
+def save_again(packed: Path, folder: Path, dtype: str = "float32", **changes) -> Path:
+    """Export a chat model, and load and save it with transformers, as TRL and PEFT do. `folder`
+    gets weights/, hf/ and again/; return again/."""
+    weights = write_weights(folder / "weights", packed, **changes)
+    (weights / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
+    export_hf.main([str(weights), str(folder / "hf")])
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer(["1 + 1", "1"], padding=True, truncation=True, max_length=9)  # changes tokenizer.json
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "again")
+    return folder / "again"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        ("float32", {"tie_embeddings": False}),
+        ("bfloat16", {"tie_embeddings": True}),
+        ("bfloat16", {"tie_embeddings": False, "qk_norm": True}),
+        ("float32", {"tie_embeddings": True, "qk_norm": True}),
+        ("float32", {"tie_embeddings": False, "use_moe": True, "moe_hidden_dim": 24}),
+    ],
+)
+def test_an_export_saved_by_transformers_is_imported_with_tokenizer_and_template(
+    packed, tmp_path, dtype, changes
+):
+    again = save_again(packed, tmp_path, dtype, **changes)
+    assert (again / "chat_template.jinja").exists()
+    assert json.loads((again / "tokenizer.json").read_text(encoding="utf-8"))["truncation"]
+    import_weights.main([str(again), str(tmp_path / "back")])
+    back, ours = tmp_path / "back", load_file(tmp_path / "weights" / "model.safetensors")
+    assert load_trained(str(back)).chats
+    assert (back / "tokenizer.model").read_bytes() == (packed / "tokenizer.model").read_bytes()
+    assert load_portable(back).config == load_portable(tmp_path / "weights").config
+    stored = load_file(back / "model.safetensors")
+    assert stored.keys() == ours.keys()
+    kind = getattr(torch, dtype)
+    assert all(torch.equal(stored[name], ours[name].to(kind).float()) for name in stored)
+
+
+def test_a_tokenizer_that_another_program_changed_is_refused_and_the_flag_replaces_it(
+    packed, tmp_path, refusal, capsys
+):
+    again = save_again(packed, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(again)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(again)
     line = refusal(import_weights, again, tmp_path / "out")
     assert "again/tokenizer.json: only byte-level BPE" in line
     assert "pass --tokenizer FOLDER/tokenizer.model" in line
-    flags = ["--tokenizer", str(tmp_path / "hf" / "tokenizer.model")]
+    flags = ["--tokenizer", str(packed / "tokenizer.model")]
     import_weights.main([str(again), str(tmp_path / "mine"), *flags])
     imported = load_trained(str(tmp_path / "mine"))
     assert imported.chats
-    assert imported.tokenizer.encode("1 + 1") == load_trained(str(chat)).tokenizer.encode("1 + 1")
+    assert imported.tokenizer.encode("1 + 1") == Tokenizer(flags[1]).encode("1 + 1")
     assert "chat template" not in capsys.readouterr().out
+    for name in ("tokenizer.json", "tokenizer_config.json", TEMPLATE_FILE):
+        (again / name).unlink()  # as PEFT's merge_and_unload().save_pretrained leaves the folder
+    for name in ("weights", "hf"):
+        flags = ["--tokenizer", str(tmp_path / name), "--overwrite"]
+        import_weights.main([str(again), str(tmp_path / "mine"), *flags])
+        assert load_trained(str(tmp_path / "mine")).chats
+
+
+def test_another_chat_template_is_left_out_with_a_message(packed, tmp_path, capsys):
+    again = save_again(packed, tmp_path)
     (again / TEMPLATE_FILE).write_text("{{ messages }}")
-    import_weights.main([str(again), str(tmp_path / "other"), *flags])
-    assert "without its chat template" in capsys.readouterr().out
+    import_weights.main([str(again), str(tmp_path / "other")])
+    assert "tokenizer.json, without its chat template" in capsys.readouterr().out
     assert not load_trained(str(tmp_path / "other")).chats
 
 

@@ -1,18 +1,20 @@
 """A SentencePiece model and its tokenizer.json give the same ids, whatever the text."""
 
+import json
 import random
 import sysconfig
 from pathlib import Path
 
 import pytest
 import tokenizers
+from conftest import VOCAB_SIZE
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import MANY_CHINESE, NASTY
 
 from common.errors import UsageError
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
-from formats.tokenizer_json import convert
+from formats.tokenizer_json import convert, restore
 
 STDLIB = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 PYTHON = [path.read_text(encoding="utf-8") for path in STDLIB[:15]]
@@ -137,3 +139,50 @@ def test_a_model_that_cannot_be_converted_exactly_is_refused_with_a_reason(model
     with pytest.raises(UsageError, match=reason) as error:
         convert(tokenizer)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_trained_model_is_restored_from_its_tokenizer_json_byte_for_byte(pair, tmp_path, chat):
+    tokenizer, out = pair[0], tmp_path / "restored.model"
+    converted = convert(tokenizer, chat)
+    converted.enable_padding()
+    converted.enable_truncation(9)
+    converted.save(str(tmp_path / "t.json"))
+    model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
+    can = not model.normalizer_spec.add_dummy_prefix  # training here never sets it
+    assert restore(tmp_path / "t.json", out) == out.exists() == can
+    assert not can or out.read_bytes() == Path(tokenizer.path).read_bytes()
+
+
+def swap_ids(content: dict, first: int, second: int) -> None:
+    vocabulary = content["model"]["vocab"]
+    names = {id: piece for piece, id in vocabulary.items()}
+    vocabulary |= {names[first]: second, names[second]: first}
+
+
+PAD = {"id": VOCAB_SIZE, "content": "<pad>", "special": True, "normalized": False}
+PAD |= {"single_word": False, "lstrip": False, "rstrip": False}
+CHANGES = {
+    "merges in another order": lambda json: json["model"]["merges"].reverse(),
+    "a merge less": lambda json: json["model"]["merges"].pop(),
+    "two pieces swapped": lambda json: swap_ids(json, 259, 260),
+    "two bytes swapped": lambda json: swap_ids(json, 100, 101),
+    "an added token": lambda json: json["added_tokens"].append(PAD),
+    "a token less": lambda json: json["added_tokens"].pop(),
+    "another normalizer": lambda json: json.update(normalizer={"type": "NFC"}),
+    "another decoder": lambda json: json.update(decoder={"type": "Fuse"}),
+    "no bytes": lambda json: json["model"].update(byte_fallback=False),
+    "random merges": lambda json: json["model"].update(dropout=0.1),
+    "not a tokenizer": lambda json: json.pop("model"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tokenizer_json_that_differs_in_any_way_is_not_restored(model, tmp_path, change):
+    both(changed(model, tmp_path / "t.model", lambda copy: None))
+    assert restore(tmp_path / "t.json", tmp_path / "again.model")
+    content = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
+    CHANGES[change](content)
+    (tmp_path / "t.json").write_text(json.dumps(content), encoding="utf-8")
+    assert not restore(tmp_path / "t.json", tmp_path / "other.model")
+    assert not (tmp_path / "other.model").exists()
