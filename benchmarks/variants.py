@@ -6,7 +6,7 @@
 A variant is a string of training flags, added to those of the recipe. It may begin with words that
 change the recipe: shape=LAYERSxDIM, optimizer=adamw (AdamW alone), or data=SUFFIX for the folder
 DATASUFFIX (the same text with another vocabulary, for example). The first variant is the reference.
-With --minutes, the number of steps of a run follows from the speed of 40 steps, else it is --steps.
+With --minutes, the speed of 100 steps decides the number of steps of a run, otherwise --steps does.
 Each run computes with one thread; --jobs runs go at a time, those of one seed beside each other.
 Finished runs are reused.
 
@@ -35,7 +35,7 @@ from model import ConfigError, LMConfig, Transformer
 from training.arguments import as_words
 
 PROGRAM = "benchmarks.variants"
-SPEED_STEPS = 40
+SPEED_STEPS = 100
 # Quantiles of Student's t: 97.5% of the values for 1, 2, ... degrees of freedom lie below.
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 

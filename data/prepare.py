@@ -54,7 +54,7 @@ class TextDefaults(NamedTuple):
     """Default settings for a text of less than `below` bytes."""
 
     below: float
-    vocab_size: int
+    vocab_size: int | None  # None: by the width of the model and the number of characters
     val_fraction: float
     section_bytes: int  # longer files of .txt or .py are cut into documents of at most this size
     segmentations: int  # see `data.encoding`
@@ -66,10 +66,38 @@ class TextDefaults(NamedTuple):
 BY_SIZE = (
     TextDefaults(500e3, 512, 0.1, 1 << 10, 7, (1.5, 1.7)),
     TextDefaults(4e6, 4096, 0.03, 2 << 10, 20, (2.4, 3.6)),
-    TextDefaults(10e6, 4096, 0.03, 2 << 10, 1, (2.6, 4)),
-    TextDefaults(50e6, 4096, 0.03, 4 << 10, 1, (2.6, 4)),  # the built-in text
-    TextDefaults(math.inf, 6400, 0.02, 16 << 10, 1, (2.6, 4)),
+    TextDefaults(10e6, None, 0.03, 2 << 10, 1, (2.6, 4)),
+    TextDefaults(50e6, None, 0.03, 4 << 10, 1, (2.6, 4)),  # the built-in text
+    TextDefaults(math.inf, None, 0.02, 16 << 10, 1, (2.6, 4)),
 )
+# Larger texts: width of a model below which the vocabulary has so many pieces. A text with more
+# than MANY different characters in its first HEAD characters has at least FOR_MANY pieces, for
+# example a Chinese one (docs/recipe.md). From WIDE on a model is assumed to read a text of LARGE.
+BY_WIDTH = ((384, 4096), (640, 8192), (1536, 16384), (math.inf, 32768))
+MANY, HEAD, FOR_MANY = 2000, 1_000_000, 8192
+LARGE, WIDE = 50e6, 512
+
+
+def pieces_for(dim: int, n_bytes: int) -> int:
+    """Return how many pieces suit a model of this width, if the text has at least 4 MB."""
+    size = next(pieces for below, pieces in BY_WIDTH if dim < below)
+    return size if n_bytes >= LARGE else min(size, FOR_MANY)
+
+
+def vocabulary_size(files: list[str], texts: Iterable[str], dim: int | None) -> int:
+    """Return how many pieces a tokenizer should have at most, for a model of width `dim` (None:
+    unknown) that reads these files. `texts` are some of their documents."""
+    if (size := defaults_for(files).vocab_size) is not None:
+        return size
+    n_bytes = text_size(files)
+    characters, n_read = set(), 0
+    for text in texts:
+        characters.update(text)
+        n_read += len(text)
+        if n_read > HEAD:
+            break
+    size = pieces_for(dim or (WIDE if n_bytes >= LARGE else 0), n_bytes)
+    return max(size, FOR_MANY if len(characters) > MANY else 0)
 
 
 def defaults_for(files: Iterable[str]) -> TextDefaults:
@@ -82,7 +110,7 @@ def defaults_for(files: Iterable[str]) -> TextDefaults:
 class PackingOptions:
     """Settings for text or conversations."""
 
-    vocab_size: int | None  # None: at most the default for the size of the text
+    vocab_size: int | None  # None: see `vocabulary_size`
     val_fraction: float | None  # None: see `val_fraction_of`
     workers: int
     skip_bad_lines: bool
@@ -90,6 +118,7 @@ class PackingOptions:
     text_column: str = TEXT_COLUMN  # see `read_records`
     segmentations: int | None = 1  # of a training document, see `data.encoding`; None: by size
     kind: str = TEXT  # one of `shards.KINDS`
+    model_dim: int | None = None  # width of the model that will read the text; None: unknown
 
     def val_fraction_of(self, files: list[str]) -> float:
         """Return the share of documents for validation."""
@@ -124,7 +153,9 @@ def prepare(
             copy_tokenizer(options.tokenizer, folder)
         else:
             may_shrink = options.vocab_size is None
-            size = defaults_for(files).vocab_size if may_shrink else options.vocab_size
+            size = options.vocab_size
+            if may_shrink:
+                size = vocabulary_size(files, _sample(files, options), options.model_dim)
             sample = _sample(files, options)
             train_tokenizer(sample, size, folder / TOKENIZER_FILE, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
@@ -168,6 +199,7 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         "text_column": options.text_column,
         "segmentations": options.segmentations_of(files),
         **({"kind": options.kind} if options.kind != TEXT else {}),
+        **({"model_dim": options.model_dim} if options.model_dim else {}),
     }
 
 

@@ -21,11 +21,14 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
 from common.numbers import counted
+from data.corpus import find_files, text_size
 from engine.engine import OTHER_ENGINES, check_precision, deepspeed_plugin, set_launch_variables
 from engine.hardware import cpu_emulates_bf16, require_usable_gpu
 from engine.launcher_settings import with_launcher_settings
+from launch.recipe import expected_dim
 from launch.shell_variables import ShellVariables
-from launch.time_budget import TimeBudget, fitting_shapes
+from launch.step_times import assumed_flops
+from launch.time_budget import MINUTES, MOST_PASSES, TimeBudget, fitting_shapes
 from model import ConfigError, LMConfig
 from storage.folder import read_settings
 from training.arguments import TrainingArguments, as_arguments, as_words, build_parser, flags_of
@@ -36,6 +39,7 @@ from training.resume import find_folder
 # Exceptions of Accelerate for a file that it cannot use.
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 UNREADABLE += (yaml.YAMLError,)
+BYTES_PER_TOKEN = 4  # roughly, before a text is prepared
 
 
 def read_launch(config_file: str) -> bool:
@@ -108,6 +112,16 @@ def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[st
     return {k: v for k, v in saved.items() if k in names and v is not None}
 
 
+def expected_width(request: ShellVariables, typed: dict[str, Any], text: str) -> int:
+    """Return the width of the model that the run will train, roughly: `text` is not prepared."""
+    has_gpu = torch.cuda.is_available()
+    processes = request.processes(torch.cuda.device_count() if has_gpu else 0)
+    seconds = 60 * (request.minutes or MINUTES["cuda" if has_gpu else "cpu"])
+    flops = seconds * processes * assumed_flops("bf16", request.machines, processes)
+    most_tokens = MOST_PASSES * text_size(find_files(text)) / BYTES_PER_TOKEN
+    return typed.get("dim") or expected_dim(flops, most_tokens)
+
+
 def main(words: list[str]) -> list[str]:
     """Return the launcher's arguments. Raises UsageError or ConfigError if the launch cannot
     work."""
@@ -119,7 +133,8 @@ def main(words: list[str]) -> list[str]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
     read_launch(request.config)
     begun = time.time()
-    words = [*request.data_flags(), *words]
+    width = partial(expected_width, request, vars(parser.parse_args(words)))
+    words = [*request.data_flags(width), *words]
     preparing = time.time() - begun
     if request.get("ENGINE") == "fp16":
         words = ["--dtype", "float16", *words]

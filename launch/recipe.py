@@ -27,7 +27,6 @@ BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
 MIN_STEPS = 20  # minimum micro-batches of a plan, even if they take too long
 EVALUATIONS = 4  # validations in a run
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
-UNTIED = {"embedding_lr_factor": 3.0, "output_lr_factor": 0.5}  # if the two layers are untied
 LOG_LINES = 50  # log lines in a run, approximately
 
 
@@ -79,9 +78,31 @@ class Plan:
     def excess(self) -> float:
         """Tokens per parameter divided by the suitable number; above 1 the model is too small.
         Repeated tokens count in full, for the reason in docs/recipe.md."""
-        tokens = self.tokens * (WITH_TEACHER if self.model.student else 1)
-        suitable = TOKENS_PER_PARAMETER * max(1, tokens / TOKENS) ** RISE
-        return tokens / self.model.parameters / min(suitable, MOST_PER_PARAMETER)
+        return excess(
+            self.tokens * (WITH_TEACHER if self.model.student else 1), self.model.parameters
+        )
+
+
+def excess(tokens: float, parameters: float) -> float:
+    """Return tokens per parameter, divided by the number that suits a run of so many tokens."""
+    suitable = TOKENS_PER_PARAMETER * max(1, tokens / TOKENS) ** RISE
+    return tokens / parameters / min(suitable, MOST_PER_PARAMETER)
+
+
+def expected_dim(flops: float, most_tokens: float) -> int:
+    """Return the width of the model that a run will train, roughly, before its text is prepared.
+
+    Args:
+        flops: FLOPs of the run.
+        most_tokens: tokens that the text allows.
+    """
+
+    def misfit(shape: tuple[int, int]) -> float:
+        n_layers, dim = shape
+        parameters = 12 * n_layers * dim**2 + 4096 * dim  # blocks and output layer
+        return abs(math.log(excess(min(flops / 6 / parameters, most_tokens), parameters)))
+
+    return min(SHAPES, key=misfit)[1]
 
 
 def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, Any]:
@@ -166,17 +187,14 @@ def run_flags(plan: Plan) -> dict[str, Any]:
 
 
 def optimizer_flags(model: Candidate, muon: bool) -> dict[str, Any]:
-    """Return the flags for the optimizer and schedule of a model with random weights."""
+    """Return the flags for the optimizer and schedule of a model with random weights. The learning
+    rates of AdamW are the defaults of the flags (training/rates.py)."""
     # After the warm-up the rates fall in a straight line to 0.
     schedule = {"lr_schedule": "wsd", "decay_fraction": 1.0, "min_lr_ratio": 0.0}
-    dim = model.settings["dim"]
-    if not model.settings["tie_embeddings"]:
-        schedule |= UNTIED
     if not muon:
-        return schedule | {"optimizer": "adamw", "learning_rate": rounded(3e-3 * 192 / dim)}
-    rates = {"learning_rate": rounded(0.02 * (128 / dim) ** 0.5)}
+        return schedule | {"optimizer": "adamw"}
     small = {"muon_learning_rate": 0.03, "muon_momentum": 0.9}  # larger models: Muon's defaults
-    return schedule | {"optimizer": "muon"} | rates | (small if model.parameters < 1e7 else {})
+    return schedule | {"optimizer": "muon"} | (small if model.parameters < 1e7 else {})
 
 
 def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:

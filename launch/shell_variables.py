@@ -4,7 +4,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,9 +104,10 @@ class ShellVariables:
             words += ["--deepspeed_multinode_launcher", "standard"]
         return words
 
-    def data_flags(self) -> list[str]:
-        """Prepare text for pretraining; return the flags that name the data or the teacher. Raises
-        UsageError if preparing fails, or if --data is given with DATA or PREPARE_FLAGS."""
+    def data_flags(self, width: Callable[[str], int]) -> list[str]:
+        """Prepare text for pretraining; return the flags that name the data or the teacher.
+        `width` returns the width of the model that will read a text. Raises UsageError if
+        preparing fails, or if --data is given with DATA or PREPARE_FLAGS."""
         named = any(word.partition("=")[0] == "--data" for word in self.flags)
         if self.stage == "sft":  # prepared by the training program, which knows the tokenizer
             return ["--conversations", self.get("CHAT", "builtin")]
@@ -120,7 +121,8 @@ class ShellVariables:
             return []
         folder = str(default_out(text, more))
         # Without PREPARE_FLAGS, reuse data of this text even if it has other settings.
-        command = [sys.executable, "-m", "scripts.prepare_data", *shlex.split(more or "--reuse")]
+        more = more or f"--reuse --model_dim {width(text)}"
+        command = [sys.executable, "-m", "scripts.prepare_data", *shlex.split(more)]
         command += ["--data", text, "--out", folder, "--overwrite"]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             raise ReportedError(f"{text} could not be prepared")

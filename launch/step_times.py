@@ -25,6 +25,13 @@ COMPILING = CACHE / "seconds.json"  # name of a compiled model → seconds that 
 COMPILE_SECONDS = 15.0  # without an entry: 16 s on an older CPU, 10 s on an H200
 
 
+def assumed_flops(precision: str, machines: int, processes: int) -> float:
+    """Return the FLOP/s that a process is assumed to reach in training."""
+    if torch.cuda.is_available():
+        return (peak_flops(torch.cuda.get_device_name(), precision) or GPU_PEAK) * GPU_SHARE
+    return CORE_FLOPS * available_cores() * machines / processes
+
+
 class StepTimes:
     """The seconds of steps with one micro-batch, and the memory for them, of a run with `processes`
     processes under an engine of this `kind`."""
@@ -50,11 +57,8 @@ class StepTimes:
 
     def assumed(self, model: Candidate) -> float:
         """Return the seconds at an assumed number of FLOP/s."""
-        flops = CORE_FLOPS * available_cores() * self.request.machines / self.processes
-        if self.device.type == "cuda":
-            precision = matrix_precision(self.inputs.args.mixed_precision)
-            peak = peak_flops(torch.cuda.get_device_name(), precision)
-            flops = (peak or GPU_PEAK) * GPU_SHARE
+        precision = matrix_precision(self.inputs.args.mixed_precision)
+        flops = assumed_flops(precision, self.request.machines, self.processes)
         return model.rows * model.length * model.flops / flops
 
     def measured(self, model: Candidate, flags: dict[str, Any], compiled: bool) -> float:

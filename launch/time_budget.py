@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from common.errors import UsageError
+from data.prepare import pieces_for
 from data.shards import CONVERSATIONS
 from engine.compilation import obstacle
 from engine.deepspeed_config import file_of
@@ -217,12 +218,22 @@ class TimeBudget:
             return f"{text}; more passes would only memorise the data: more text would help"
         if plan.steps < recipe.LEAST_STEPS:
             text += "; these are few steps: set more MINUTES"
+        pieces, better = self.inputs.config.vocab_size, self.better_vocabulary(plan)
+        if better > pieces:
+            text += f"; a vocabulary of {better:,} would suit it better than {pieces:,}"
         if len(models) > 1:
             ratio = plan.step_seconds / plan.accumulation / self.times.assumed(plan.model)
             longer = replace(task, seconds=task.seconds + 180 * self.minutes)
             longer = recipe.choose(longer, models, lambda each: ratio * self.times.assumed(each))
             text += f"; {4 * self.minutes:g} min would train {longer.model.name}"
         return text
+
+    def better_vocabulary(self, plan: recipe.Plan) -> int:
+        """Return the number of pieces that suits the model of the plan, 0 if it is not open."""
+        data = self.inputs.train_set
+        if self.fixed or self.inputs.teacher or data.segmentations > 1:
+            return 0
+        return pieces_for(plan.model.settings["dim"], data.description["splits"]["train"]["bytes"])
 
     def model_flags(self, model: recipe.Candidate) -> dict[str, Any]:
         """Return the flags that depend on the model and on the kind of optimizer."""

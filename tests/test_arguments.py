@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from conftest import error_of
 from small_model import opinionated
@@ -91,7 +93,7 @@ def test_a_wrong_flag_is_refused_in_one_line_that_names_it(typed, says):
 )
 def test_the_flags_of_deepspeed_and_of_launchers_are_accepted(typed):
     args, _ = parse_arguments(typed.split())
-    assert args == TrainingArguments(deepspeed="ds.json")
+    assert args == replace(parse_arguments([])[0], deepspeed="ds.json")
 
 
 def test_the_lora_flags_become_the_adapters_of_the_model():
@@ -115,3 +117,18 @@ def test_the_lora_flags_become_the_adapters_of_the_model():
 )
 def test_fine_tuning_flags_that_are_wrong_or_contradict_each_other_are_refused(flags, says):
     assert says in error_of(lambda: prepared_data(SFTArguments(**flags), None, None))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_new_model_has_rates_by_its_width_and_existing_weights_small_ones(optimizer):
+    def rates(flags: str) -> tuple[float, float, float]:
+        args, _ = parse_arguments(["--optimizer", optimizer, *flags.split()])
+        return args.learning_rate, args.embedding_lr_factor, args.output_lr_factor
+
+    by_width = [rates(f"--dim {dim} --no-tie_embeddings")[0] for dim in (64, 128, 256, 512)]
+    assert by_width == sorted(set(by_width), reverse=True)
+    untied, tied = {"adamw": (10, 4), "muon": (3, 0.5)}, {"adamw": (10, 1), "muon": (1, 1)}
+    assert rates("--no-tie_embeddings")[1:] == untied[optimizer]
+    assert rates("--tie_embeddings")[1:] == tied[optimizer]
+    assert rates("--init_from auto") == (5e-4, 1, 1)
+    assert rates("--learning_rate 0.1 --embedding_lr_factor 2")[:2] == (0.1, 2)

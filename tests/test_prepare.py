@@ -31,6 +31,7 @@ from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
 
 SHARDS = ("train-00000.bin", "val-00000.bin")
+CHINESE = "".join(map(chr, range(0x4E00, 0x4E00 + 2100)))  # of different characters
 DOCUMENTS = [f"document {i}: {i} and {i * i} 第{i}句 \u2581\n" for i in range(400)]
 
 
@@ -296,3 +297,25 @@ def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
     assert 10_000 < sum(len(text.encode()) for text in taken) < 40_000
     a, b, c = Counter(text[0] for text in taken).values()
     assert min(a, b, c) > max(a, b, c) / 2
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "dim", "text", "pieces"),
+    [
+        (1e5, 768, "a", 512),
+        (2e6, 768, "a", 4096),
+        (12e6, None, "a", 4096),
+        (12e6, 512, "a", 8192),
+        (12e6, 768, "a", 8192),  # the text is too small for more
+        (1e9, 128, "a", 4096),
+        (1e9, None, "a", 8192),
+        (1e9, 768, "a", 16384),
+        (1e9, 2048, "a", 32768),
+        (12e6, 128, CHINESE, 8192),
+        (1e9, 768, CHINESE, 16384),
+        (2e6, 128, CHINESE, 4096),
+    ],
+)
+def test_text_model_and_characters_decide_the_vocabulary(monkeypatch, n_bytes, dim, text, pieces):
+    monkeypatch.setattr(module, "text_size", lambda files: n_bytes)
+    assert module.vocabulary_size(["my.jsonl"], [text], dim) == pieces

@@ -88,7 +88,11 @@ def test_the_size_of_the_text_decides_the_settings_and_they_are_printed(workplac
     assert val["documents"] == pytest.approx(documents / 10, rel=0.5)
     assert val["bytes"] + train["bytes"] / 7 == n_bytes
     *_, chosen = capsys.readouterr().out.splitlines()
-    for words in ("512 at most (--vocab_size), 10% for", "(--val_fraction), 7 ways", "of 1 KiB"):
+    for words in (
+        "the size of the vocabulary (--vocab_size), 10% for",
+        "(--val_fraction), 7 ways",
+        "of 1 KiB",
+    ):
         assert words in chosen
 
 

@@ -69,9 +69,9 @@ def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
 
 
 def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
-    assert ShellVariables({}, ["--data=out/data/mine"]).data_flags() == []
+    assert ShellVariables({}, ["--data=out/data/mine"]).data_flags(pytest.fail) == []
     with pytest.raises(UsageError, match="excludes DATA"):
-        ShellVariables({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags()
-    chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags()
+        ShellVariables({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags(pytest.fail)
+    chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags(pytest.fail)
     assert chat == ["--conversations", "my.jsonl"]
-    assert ShellVariables({"STAGE": "distill"}, []).data_flags() == ["--teacher", "auto"]
+    assert ShellVariables({"STAGE": "distill"}, []).data_flags(pytest.fail) == ["--teacher", "auto"]

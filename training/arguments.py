@@ -20,6 +20,7 @@ from model.config import LMConfig, setting
 from model.lora import LoRA, add_lora
 from model.recompute import RECOMPUTE
 from storage.find import DISTILLATION, PRETRAINING
+from training.rates import FROM_WEIGHTS, default_rates
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -73,14 +74,23 @@ class TrainingArguments:
     optimizer: str = setting(
         "adamw", "optimizer of the blocks' matrices (AdamW for the rest)", choices=("adamw", "muon")
     )
-    learning_rate: float = setting(5e-4, "peak learning rate of AdamW", POSITIVE)
-    embedding_lr_factor: float = setting(
-        1.0,
-        "learning rate of the input embedding (tied or not), as a multiple of AdamW's",
+    learning_rate: float | None = setting(
+        None,
+        "peak learning rate of AdamW (default: 0.576 / dim in a new model; beside Muon 0.34 / √dim, "
+        "with a tied matrix 0.23 / √dim; 5e-4 from existing weights)",
         POSITIVE,
     )
-    output_lr_factor: float = setting(
-        1.0, "learning rate of an untied output layer, as a multiple of AdamW's", POSITIVE
+    embedding_lr_factor: float | None = setting(
+        None,
+        "learning rate of the input embedding (tied or not), as a multiple of AdamW's (default: "
+        "10 in a new model, 3 beside Muon; 1 if tied beside Muon, or from existing weights)",
+        POSITIVE,
+    )
+    output_lr_factor: float | None = setting(
+        None,
+        "learning rate of an untied output layer, as a multiple of AdamW's (default: 4 in a new "
+        "model, 0.5 beside Muon; 1 from existing weights)",
+        POSITIVE,
     )
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
     lr_schedule: str = setting("cosine", "decay after warm-up", choices=SCHEDULES)
@@ -141,6 +151,9 @@ class TrainingArguments:
     sample_tokens: int = setting(100, "maximum tokens to generate for a sample", AT_LEAST_0)
 
     def __post_init__(self):
+        for name, value in FROM_WEIGHTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         for item in fields(self):
             value, must = getattr(self, item.name), item.metadata["must"]
             if must and value is not None and not must[1](value):
@@ -168,10 +181,11 @@ class TrainingArguments:
         return [name for name in self.log_with.replace(" ", "").split(",") if name != "none"]
 
 
-def changed(name: str, default):
-    """Return the field `name` of TrainingArguments with another default."""
+def changed(name: str, default, text: str | None = None):
+    """Return the field `name` of TrainingArguments with another default and help text."""
     (item,) = (item for item in fields(TrainingArguments) if item.name == name)
-    return field(default=default, metadata=item.metadata)
+    text = {"help": text} if text else {}
+    return field(default=default, metadata=item.metadata | text)
 
 
 @dataclass
@@ -187,7 +201,7 @@ class SFTArguments(TrainingArguments):
     )
     init_from: str = changed("init_from", "auto")
     epochs: int = changed("epochs", 3)
-    learning_rate: float = changed("learning_rate", 1e-4)
+    learning_rate: float = changed("learning_rate", 1e-4, "peak learning rate of AdamW")
 
     lora_dim: int | None = setting(
         None, "rank of LoRA adapters; adapted matrices are frozen", AT_LEAST_1, group="adapters"
@@ -316,6 +330,9 @@ def as_arguments(
     values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}
+    if not values.get("init_from", kind.init_from):
+        shape = [model_settings.get(x, getattr(LMConfig, x)) for x in ("dim", "tie_embeddings")]
+        values = default_rates(values.get("optimizer", kind.optimizer), *shape) | values
     return kind(**values), model_settings
 
 
