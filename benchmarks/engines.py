@@ -37,6 +37,7 @@ from benchmarks.links import DEVICE, limit_rate, simulated_machines
 from benchmarks.ours import OurStep, synchronize
 from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
+from common.numbers import available_cores
 from engine.engine import exit_rank
 from engine.hardware import peak_memory_bytes
 from engine.memory import DDP, FILES, GIB
@@ -123,12 +124,15 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
             own = OWN_NETWORK if counts_traffic() else ()
             commands = [[*own, *command, "--main_process_port", "0", *task]]
         device = DEVICE if options.limit else "lo"
+        environ = clean_environment() | {"GLOO_SOCKET_IFNAME": device}
+        if options.limit:  # a simulated machine does not see that it shares the cores
+            environ["OMP_NUM_THREADS"] = str(max(1, available_cores() // options.processes))
         outputs = [Path(folder) / f"{i}.log" for i in range(len(commands))]
         processes = [
             subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env=clean_environment() | {"GLOO_SOCKET_IFNAME": device},
+                env=environ,
                 stdout=machines.enter_context(open(output, "wb")),
                 stderr=subprocess.STDOUT,
             )
