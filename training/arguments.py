@@ -76,8 +76,8 @@ class TrainingArguments:
     )
     learning_rate: float | None = setting(
         None,
-        "peak learning rate of AdamW (default: 0.576 / dim in a new model; 0.34 / √dim with Muon, "
-        "0.23 / √dim if tied too; 5e-4 from existing weights)",
+        "peak learning rate of AdamW (default: 0.576 / dim in a new model, beside Muon "
+        "0.23 / √dim; 5e-4 from existing weights)",
         POSITIVE,
     )
     embedding_lr_factor: float | None = setting(

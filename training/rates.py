@@ -10,8 +10,8 @@ def default_rates(optimizer: str, dim: int, tied: bool) -> dict[str, float]:
     embedding and the output layer share one matrix, which then learns as an embedding."""
     dim = max(1, dim)  # the model refuses other values
     if optimizer == "muon":
-        base, embedding, output = (0.02, 1.0, 1.0) if tied else (0.03, 3.0, 0.5)
-        rate = base * (128 / dim) ** 0.5
+        rate = 0.02 * (128 / dim) ** 0.5
+        embedding, output = (1.0, 1.0) if tied else (3.0, 0.5)
     else:
         rate, embedding, output = 0.0045 * 128 / dim, 10.0, 1.0 if tied else 4.0
     return {
