@@ -19,7 +19,7 @@ from benchmarks.cli import heading, new_parser, table
 from benchmarks.trained import train
 from benchmarks.variants import SPEED_STEPS, candidate
 from common.errors import UsageError, one_line_errors, stop_in_order
-from data.prepare import BY_SIZE
+from data.prepare import BY_SIZE, pieces_for
 from data.shards import read_description
 from engine.hardware import peak_flops
 from launch import recipe
@@ -43,7 +43,7 @@ MACHINES = {
     "H100": (1, H100),
     "8 × H100": (8, 8 * H100),
 }
-TEXTS = {"300 KB": (3e5, 1.5), "12 MB": (1.2e7, 3.19), "1 GB": (1e9, 4.0), "10 GB": (1e10, 4.0)}
+TEXTS = {"1 GB": (1e9, 4.0), "10 GB": (1e10, 4.0)}
 TIMES = {"10 minutes": 10, "8 hours": 480, "2 days": 2880}
 
 
@@ -133,7 +133,7 @@ def choices() -> list[dict]:
     texts that are read more than MOST_PASSES times: no run of the fit had so many passes."""
     rows, ended = [], set()
     for machine, text, time in itertools.product(MACHINES, TEXTS, TIMES):
-        plan, minutes = planned(*MACHINES[machine], *TEXTS[text], TIMES[time])
+        plan, minutes, pieces = planned(*MACHINES[machine], *TEXTS[text], TIMES[time])
         if (machine, text) in ended:
             continue
         if minutes < 0.98 * TIMES[time]:  # the text ends the run: more time changes nothing
@@ -148,6 +148,7 @@ def choices() -> list[dict]:
                 "text": text,
                 "time": time,
                 "layers × dim": f"{model.settings['n_layers']} × {model.settings['dim']}",
+                "vocabulary": f"{pieces:,}",
                 "million parameters": f"{(model.parameters + model.looked_up) / 1e6:,.2f}",
                 "steps × tokens": f"{plan.steps:,} × {round(plan.tokens / plan.steps):,}",
                 "million tokens": f"{plan.tokens / 1e6:,.0f}",
@@ -166,8 +167,9 @@ def worth(plan: recipe.Plan) -> float:
 
 def planned(
     gpus: int, flops: float, size: float, per_token: float, minutes: float
-) -> tuple[recipe.Plan, float]:
-    """Return the plan for a text of `size` bytes, and the minutes that its steps take."""
+) -> tuple[recipe.Plan, float, int]:
+    """Return the plan for a text of `size` bytes, the minutes that its steps take, and the pieces
+    of its vocabulary (a Chinese text would have at least data.prepare.FOR_MANY)."""
     defaults = next(each for each in BY_SIZE if size < each.below)
     task = recipe.Task(
         seconds=60 * minutes,
@@ -175,17 +177,19 @@ def planned(
         most_passes=MOST_PASSES_SEGMENTED if defaults.segmentations > 1 else MOST_PASSES,
         processes=max(1, gpus),
     )
+    dim = recipe.expected_dim(60 * minutes * flops, task.most_passes * task.tokens)
+    vocab_size = defaults.vocab_size or pieces_for(dim, int(size))
     models = []
     for shape in recipe.SHAPES:
         settings = recipe.shape_settings(*shape, {"tie_embeddings": defaults.segmentations > 1})
         rows = (GPU_TOKENS if gpus else recipe.BATCH) // settings["max_seq_len"]
-        models.append(candidate(settings, defaults.vocab_size, rows))
+        models.append(candidate(settings, vocab_size, rows))
 
     def seconds(model: recipe.Candidate) -> float:
         return model.rows * model.length * model.flops * task.processes / flops
 
     plan = recipe.choose(task, models, seconds)
-    return plan, plan.steps * plan.step_seconds / 60
+    return plan, plan.steps * plan.step_seconds / 60, vocab_size
 
 
 if __name__ == "__main__":
