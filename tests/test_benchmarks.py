@@ -8,12 +8,13 @@ import subprocess
 import sys
 import zipfile
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from conftest import REPOSITORY, run, wait_for
 
-from benchmarks import engines, gpu, throughput
+from benchmarks import engines, gpu, sampling, throughput, variants
 from benchmarks.ours import OurStep
 from benchmarks.turns import Turn, read_rows, record, table_rows
 
@@ -78,6 +79,33 @@ def test_the_engines_have_equal_losses_and_send_the_expected_bytes(rows, packed)
     assert found[0][2] == found[1][2]  # the last loss
     for row in found if engines.counts_traffic() else ():
         assert float(row[6]) == pytest.approx(float(row[7].split()[0]), rel=0.1)
+
+
+@pytest.mark.slow
+def test_variants_of_the_recipe_are_trained_with_each_seed(rows, packed):
+    flags = ["--shape", "1x32", "--steps", "2", "--variants", "--compile off"]
+    flags += ["optimizer=adamw --compile off", "--seeds", "1", "2"]
+    reference, adamw = rows("variants", "--data", packed, *flags)
+    assert [reference[0], adamw[0]] == ["`--compile off`", "`optimizer=adamw --compile off`"]
+    by_seed = [float(value) for value in adamw[3].split(", ")]
+    assert len({*by_seed}) == 2
+    assert float(adamw[4]) == pytest.approx(sum(by_seed) / 2, abs=1e-4)
+    assert float(adamw[5]) == pytest.approx(float(adamw[4]) - float(reference[4]), abs=2e-4)
+
+
+def test_the_smallest_difference_that_seeds_show_is_that_of_a_paired_t_test():
+    assert variants.smallest_difference(np.array([[1.0], [2.0]])) is None
+    # Differences between two variants, by seed: 1, 2, 4. Their standard error is 0.882.
+    found = variants.smallest_difference(np.array([[0.0, 5.0, 9.0], [1.0, 7.0, 13.0]]))
+    assert found == pytest.approx(4.30 * 0.8819, rel=1e-3)
+
+
+def test_a_loop_is_a_token_or_a_pair_that_stands_eight_times_in_a_row():
+    assert sampling.has_loop([1, *[5] * 8])
+    assert sampling.has_loop([1, *[5, 6] * 8, 2])
+    assert not sampling.has_loop([*[5] * 7, *[6] * 7, *[1, 2] * 7])
+    assert sampling.repeated_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
+    assert sampling.repeated_share([1, 2]) is None
 
 
 @pytest.mark.slow
