@@ -26,6 +26,7 @@ from storage.folder import RunFolder, claim, step_of
 from training.arguments import TrainingArguments, as_arguments, as_words, build_parser
 from training.build import random_state, restore_random
 from training.interruption import end_stopped, how_to_resume
+from training.rates import FROM_WEIGHTS
 from training.run import Run
 from training.set_up import run_program, select_engine, set_up_together
 
@@ -33,6 +34,7 @@ from training.set_up import run_program, select_engine, set_up_together
 # share the other flags, most of which concern the batches, the process, or when to log and save.
 OWN = {
     *("run_name", "init_from", "deepspeed", "compile", "gradient_checkpointing"),
+    *("embedding_lr_factor", "output_lr_factor"),
     *("optimizer", "learning_rate", "muon_learning_rate", "lr_schedule", "warmup_steps"),
     *("min_lr_ratio", "decay_fraction", "weight_decay", "beta1", "beta2", "muon_momentum"),
     *("grad_clip", "max_bad_steps", "sample_prompt", "sample_tokens"),
@@ -164,6 +166,8 @@ def read_models(
     models, flags_of_all = [], vars(shared) | settings
     files = flags_of_all.pop("model")
     typed = {name: value for name, value in flags_of_all.items() if name in names}
+    for name in FROM_WEIGHTS.keys() - names:  # each model has the default rates of its shape
+        del flags_of_all[name]
     for file in files:
         try:
             words = as_words(json.loads(Path(file).read_text(encoding="utf-8")))

@@ -118,7 +118,7 @@ def expected_width(request: ShellVariables, typed: dict[str, Any], text: str) ->
     processes = request.processes(torch.cuda.device_count() if has_gpu else 0)
     seconds = 60 * (request.minutes or MINUTES["cuda" if has_gpu else "cpu"])
     flops = seconds * processes * assumed_flops("bf16", request.machines, processes)
-    most_tokens = MOST_PASSES * text_size(find_files(text)) / BYTES_PER_TOKEN
+    most_tokens = MOST_PASSES * max(1, text_size(find_files(text))) / BYTES_PER_TOKEN
     return typed.get("dim") or expected_dim(flops, most_tokens)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from common.errors import TooLittleMemoryError
 from common.numbers import counted
+from training.rates import default_rates
 
 # The shapes to choose from, in order of increasing size: n_layers, dim.
 SHAPES = (
@@ -187,14 +188,14 @@ def run_flags(plan: Plan) -> dict[str, Any]:
 
 
 def optimizer_flags(model: Candidate, muon: bool) -> dict[str, Any]:
-    """Return the flags for the optimizer and schedule of a model with random weights. The learning
-    rates of AdamW are the defaults of the flags (training/rates.py)."""
+    """Return the flags for the optimizer and schedule of a model with random weights."""
+    optimizer, settings = "muon" if muon else "adamw", model.settings
+    rates = default_rates(optimizer, settings["dim"], settings["tie_embeddings"])
     # After the warm-up the rates fall in a straight line to 0.
     schedule = {"lr_schedule": "wsd", "decay_fraction": 1.0, "min_lr_ratio": 0.0}
-    if not muon:
-        return schedule | {"optimizer": "adamw"}
     small = {"muon_learning_rate": 0.03, "muon_momentum": 0.9}  # larger models: Muon's defaults
-    return schedule | {"optimizer": "muon"} | (small if model.parameters < 1e7 else {})
+    small = small if muon and model.parameters < 1e7 else {}
+    return {"optimizer": optimizer} | rates | schedule | small
 
 
 def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:

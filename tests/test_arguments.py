@@ -131,4 +131,5 @@ def test_a_new_model_has_rates_by_its_width_and_existing_weights_small_ones(opti
     assert rates("--no-tie_embeddings")[1:] == untied[optimizer]
     assert rates("--tie_embeddings")[1:] == tied[optimizer]
     assert rates("--init_from auto") == (5e-4, 1, 1)
-    assert rates("--learning_rate 0.1 --embedding_lr_factor 2")[:2] == (0.1, 2)
+    assert rates("--learning_rate 0.1 --no-tie_embeddings") == (0.1, 1, 1)  # as it was typed
+    assert rates("--embedding_lr_factor 2 --no-tie_embeddings")[1:] == (2, untied[optimizer][1])

@@ -83,13 +83,14 @@ class TrainingArguments:
     embedding_lr_factor: float | None = setting(
         None,
         "learning rate of the input embedding (tied or not), as a multiple of AdamW's (default: "
-        "10 in a new model, 3 beside Muon; 1 if tied beside Muon, or from existing weights)",
+        "10 in a new model, 3 beside Muon; 1 if tied beside Muon, from existing weights, or if "
+        "--learning_rate is typed)",
         POSITIVE,
     )
     output_lr_factor: float | None = setting(
         None,
         "learning rate of an untied output layer, as a multiple of AdamW's (default: 4 in a new "
-        "model, 0.5 beside Muon; 1 from existing weights)",
+        "model, 0.5 beside Muon; 1 from existing weights, or if --learning_rate is typed)",
         POSITIVE,
     )
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
@@ -330,7 +331,8 @@ def as_arguments(
     values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}
-    if not values.get("init_from", kind.init_from):
+    # A typed rate is that of all layers, unless factors are typed too.
+    if "learning_rate" not in values and not values.get("init_from", kind.init_from):
         shape = [model_settings.get(x, getattr(LMConfig, x)) for x in ("dim", "tie_embeddings")]
         values = default_rates(values.get("optimizer", kind.optimizer), *shape) | values
     return kind(**values), model_settings
