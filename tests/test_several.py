@@ -12,6 +12,7 @@ from model import ConfigError, LMConfig
 from storage.folder import RunFolder
 from train_several_accelerate import Runs, SeveralArguments, read_models, resumed_together
 from training.arguments import TrainingArguments, build_parser, parse_arguments
+from training.rates import default_rates
 from training.set_up import require_the_same_batches
 
 DECAYS = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3}}
@@ -41,7 +42,8 @@ def test_a_model_has_the_flags_of_its_file_and_the_shared_flags(models_of):
     given = {"batch_size": 4, "lr_schedule": "wsd"}
     first_args = TrainingArguments(run_name="first", learning_rate=1e-3, compile="off", **given)
     assert first == (first_args, {"dim": 64, "tie_embeddings": False, "n_layers": 2})
-    assert second == (TrainingArguments(run_name="mine", **given), {"n_layers": 3})
+    rates = default_rates("adamw", LMConfig.dim, tied=True)
+    assert second == (TrainingArguments(run_name="mine", **rates, **given), {"n_layers": 3})
 
 
 @pytest.mark.parametrize(
