@@ -3,15 +3,17 @@
 In a ring of P processes each process sends (P - 1) / P of the bytes that are gathered or scattered,
 and twice as much in an all-reduce (Patarasuk and Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002).
 The ring passes every GPU and every machine, so the slowest link on its way decides: that of a GPU,
-or all network cards of a machine together. The estimate ignores latency and waiting for others.
+or all network cards of a machine together. The estimate ignores latency, waiting for others, AdamW
+on the CPU, and NVMe.
 docs/engines.md compares it with a simulated network and with published runs.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from common.errors import UsageError
-from engine.memory import GPU, Kind, Workload
+from engine.memory import GPU, Kind, Workload, can_coalesce
 
 # GB/s in one direction, by the data sheet: of a GPU's link to the others of its machine, or of one
 # network card. Collective operations are assumed to reach the share REACHED of it.
@@ -125,24 +127,24 @@ def step_time(kind: Kind, work: Workload, computing: float, network: Network) ->
     return StepTime(computing, gradients + weights + sent.copied / network.pcie, hidden)
 
 
-def divided(kind: Kind, work: Workload, processes: int) -> tuple[Kind, Workload]:
-    """Return the engine and the work of each of `processes` processes for the same global batch."""
-    rows = work.args.global_batch(work.processes) / processes  # sequences per process and step
-    batch = min(work.args.batch_size, max(1, int(rows)))
-    steps = max(1, round(rows / batch))
-    args = replace(work.args, batch_size=batch, accumulation_steps=steps)
-    return (
-        replace(kind, coalesces=kind.coalesces and steps > 1),
-        replace(work, args=args, processes=processes),
-    )
+def shared_by(
+    processes: int, kind: Kind, work: Workload, computing: float, network: Network, memory: int
+) -> StepTime:
+    """Return the time of a step if `processes` processes, each with `memory` bytes, share the
+    global batch of `work`, for which each process of `work` computes `computing` seconds."""
+    rows = math.ceil(work.args.global_batch(work.processes) / processes)  # sequences of a process
+    steps = math.ceil(rows / work.args.batch_size)
+    args = replace(work.args, batch_size=math.ceil(rows / steps), accumulation_steps=steps)
+    each = replace(work, args=args, processes=processes)
+    kind = replace(kind, coalesces=can_coalesce(kind, each, memory))
+    return step_time(kind, each, computing * work.processes / processes, network)
 
 
-def most_processes(kind: Kind, work: Workload, computing: float, network: Network) -> int:
+def most_processes(
+    kind: Kind, work: Workload, computing: float, network: Network, memory: int
+) -> int:
     """Return the largest power of two of processes that lose less than LOSS of their time when
-    they share the global batch of `work`, of which a process of `work` computes `computing`."""
-    total, most, processes = computing * work.processes, 1, 1
-    while processes <= work.args.global_batch(work.processes):
-        time = step_time(*divided(kind, work, processes), total / processes, network)
-        most = processes if time.lost < LOSS else most
-        processes *= 2
-    return most
+    they share the global batch, or 0. The arguments are those of `shared_by`."""
+    counts = [2**i for i in range(work.args.global_batch(work.processes).bit_length())]
+    times = {n: shared_by(n, kind, work, computing, network, memory) for n in counts}
+    return max((n for n, time in times.items() if time.lost < LOSS), default=0)

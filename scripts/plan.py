@@ -16,7 +16,16 @@ from common.numbers import columns, counted, memory
 from engine import network
 from engine.compilation import should_compile
 from engine.hardware import GIB, available_memory, peak_flops
-from engine.memory import OVERHEAD, Workload, can_coalesce, engines, estimate, fits, largest_batch
+from engine.memory import (
+    GPU,
+    OVERHEAD,
+    Workload,
+    can_coalesce,
+    engines,
+    estimate,
+    fits,
+    largest_batch,
+)
 from engine.network import LOSS, Network
 from formats.portable import without_memory
 from model import ConfigError, LMConfig
@@ -42,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.prog, parser.description = "python -m scripts.plan", __doc__
     add = parser.add_argument_group("plan").add_argument
     add("--num_processes", type=at_least_1, default=1, help="processes, one per GPU")
-    add("--num_machines", type=at_least_1, help=f"machines (default: one per {GPUS} processes)")
+    add("--num_machines", type=at_least_1, help=f"machines (default: of {GPUS} GPUs each)")
     links = f"GB/s that it reaches, or NAME or NxNAME of {', '.join(network.RATES)}"
     of_gpu = "a GPU's link to the others of its machine"
     add("--link", help=f"{of_gpu}: {links} (default: by the name of the GPU)")
@@ -66,7 +75,7 @@ def describe(options: dict) -> str:
     args, model_settings = as_arguments(options)
     processes = plan.num_processes
     machines = plan.num_machines or math.ceil(processes / GPUS)
-    if processes % machines:
+    if plan.num_machines and processes % machines:
         raise UsageError(f"--num_machines {machines} does not divide --num_processes {processes}")
     if not all(x is None or x > 0 for x in (plan.gpu_memory, plan.ram, plan.mfu, plan.tokens)):
         raise UsageError("--gpu_memory, --ram, --mfu and --tokens must be above 0")
@@ -84,7 +93,7 @@ def describe(options: dict) -> str:
         ram = plan.ram * GIB / processes if plan.ram else free
     link = plan.link or next((LINKS[word] for word in name.split() if word in LINKS), "pcie4")
     rates = network.bytes_per_second(link), network.bytes_per_second(plan.network)
-    links = Network(processes // machines, *rates)
+    links = Network(processes // machines if plan.num_machines else GPUS, *rates)
     shapes = without_memory(LMConfig(**model_settings, vocab_size=plan.vocab_size))
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
     step = args.global_batch(processes) * seq_len  # tokens
@@ -111,17 +120,19 @@ def describe(options: dict) -> str:
                 "largest batch": str(largest_batch(kind, work, limit)),
             }
         )
-        most = network.most_processes(whole, work, computing, links)
+        most = network.most_processes(kind, work, computing, links, limit)
+        hours = known(time.total * tokens / step / 3600)
+        is_least = kind.optimizer_on != GPU and not work.on_cpu and peak
         times.append(
             {
                 "engine": kind.name,
                 "GB sent": f"{network.traffic(whole, work).sent / 1e9:.2f}",
                 "computing, s": known(computing),
                 "sending, s": known(time.sending),
-                "hidden, s": known(time.hidden),
-                "hours": known(time.total * tokens / step / 3600),
+                "hidden, s": known(time.hidden) if peak else "?",
+                "hours": f"≥ {hours}" if is_least else hours,
                 "lost": f"{time.lost:.0%}" if peak else "?",
-                "most GPUs": f"{most:,}" if peak else "?",
+                "most GPUs": (f"{most:,}" if most else "none") if peak else "?",
             }
         )
     lines = [
@@ -131,8 +142,9 @@ def describe(options: dict) -> str:
         f"libraries; {name} at {plan.mfu:.0%} MFU",
         f"{counted(machines, 'machines')}; {link} in a machine, {plan.network} between machines",
         f"\n{columns(memories)}\n\n{columns(times)}",
-        f"Most GPUs: with more, {LOSS:.0%} of the time or more is lost at this global batch.\n",
-        *advice(fitting, work, links),
+        f"Most GPUs: with more, {LOSS:.0%} of the time or more is lost at this global batch.",
+        "≥: the time of AdamW on the CPU, and that of NVMe, are not known and come on top.\n",
+        *advice(fitting, work, links, limit),
     ]
     if fitting and (ram_needed := estimate(fitting[0][0], work).ram):
         needs, copy = memory(processes * ram_needed), memory(12 * total)
@@ -149,9 +161,9 @@ def known(value: float) -> str:
     return "?" if math.isnan(value) else f"{value:.3g}"
 
 
-def advice(fitting: list[tuple], work: Workload, links: Network) -> list[str]:
+def advice(fitting: list[tuple], work: Workload, links: Network, limit: int) -> list[str]:
     """Return the lines that name the engine to take, a faster one, and the use of more GPUs.
-    `fitting` has the engines that fit, and the StepTime of each."""
+    `fitting` has the engines that fit into `limit` bytes, and the StepTime of each."""
     if not fitting:
         return ["No engine fits: take a smaller --batch_size or more memory."]
     (kind, time), *others = fitting  # the first engine that fits is preferred
@@ -159,19 +171,20 @@ def advice(fitting: list[tuple], work: Workload, links: Network) -> list[str]:
         f"Take {kind.name}, the first that fits, with your model's flags:",
         f"ENGINE={kind.config} bash run_accelerate.sh",
     ]
+    others = [each for each in others if each[0].optimizer_on == GPU]  # others: time is unknown
     best, fastest = min(others, key=lambda each: each[1].total, default=(kind, time))
     if fastest.total < SAVES * time.total:
         share = f"{1 - fastest.total / time.total:.0%} less time"
         lines.append(f"{best.name} would take {share}, because it waits less for the network.")
     twice = 2 * work.processes
-    if twice <= work.args.global_batch(work.processes):
-        half = network.divided(kind, work, twice)
-        more = network.step_time(*half, time.computing / 2, links)
+    if twice > work.args.global_batch(work.processes):
+        lines.append("Twice the GPUs need a larger global batch: it has too few sequences.")
+    else:
+        more = network.shared_by(twice, kind, work, time.computing, links, limit)
         if more.total > SAVES * time.total:
             saved = max(0, 1 - more.total / time.total)
-            lines.append(
-                f"Twice the GPUs would save only {saved:.0%} of the time: do not buy them."
-            )
+            saves = f"Twice the GPUs would save only {saved:.0%} of the time"
+            lines.append(f"{saves}: do not buy them.")
     return lines
 
 

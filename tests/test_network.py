@@ -10,8 +10,8 @@ from common.errors import UsageError
 from engine.network import (
     Network,
     bytes_per_second,
-    divided,
     most_processes,
+    shared_by,
     step_time,
     traffic,
 )
@@ -82,17 +82,26 @@ def test_a_step_hides_what_the_engine_can_send_during_computing():
     assert once.hidden == 0
 
 
-def test_more_processes_share_the_global_batch():
-    work = workload(processes=2, accumulation_steps=4)  # 3 sequences each: 24 in a step
-    kind = replace(KINDS["zero2"], coalesces=True)
-    parts = {n: divided(kind, work, n) for n in (2, 4, 8, 24)}
-    batches = {n: (w.args.batch_size, w.args.accumulation_steps) for n, (_, w) in parts.items()}
-    assert batches == {2: (3, 4), 4: (3, 2), 8: (3, 1), 24: (1, 1)}
-    assert [parts[n][0].coalesces for n in batches] == [True, True, False, False]
+def test_more_or_fewer_processes_share_the_global_batch():
+    """And ZeRO-2 reduces gradients once per step as soon as there are several micro-batches."""
+    work = workload(processes=8)  # 3 sequences each: 24 in a step
+    network, kind = Network(8, 1e3, 1e3), KINDS["zero2"]
+    for processes, micro_batches in {1: 8, 2: 4, 3: 3, 5: 2, 8: 1, 24: 1}.items():
+        each = workload(processes=processes, accumulation_steps=micro_batches)
+        alone = replace(kind, coalesces=micro_batches > 1)
+        expected = step_time(alone, each, 8 / processes, network)
+        assert shared_by(processes, kind, work, 1.0, network, 2**40) == pytest.approx(expected)
+        if micro_batches > 1:
+            little = shared_by(processes, kind, work, 1.0, network, memory=0)
+            assert (little.sending > expected.sending) == (processes > 1)
 
 
 def test_the_most_processes_lose_less_than_a_tenth():
-    work = workload(processes=1, accumulation_steps=8)
+    work, memory = workload(processes=1, accumulation_steps=8), 2**40
     slow, fast = Network(2, 1e9, 1e4), Network(2, 1e9, math.inf)
-    assert most_processes(KINDS["ddp"], work, 1.0, slow) == 2  # one machine
-    assert most_processes(KINDS["ddp"], work, 1.0, fast) == 16  # as many as there are sequences
+    assert most_processes(KINDS["ddp"], work, 1.0, slow, memory) == 2  # one machine
+    # As many as there are sequences:
+    assert most_processes(KINDS["ddp"], work, 1.0, fast, memory) == 16
+    offload = replace(KINDS["zero2_offload"], stage=2)
+    none = replace(fast, pcie=1e3)
+    assert most_processes(offload, work, 1.0, none, memory) == 0
