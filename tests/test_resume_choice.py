@@ -15,8 +15,9 @@ from engine.engine import Engine
 from model import LMConfig
 from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
 from storage.folder import RunFolder, lock, read_settings, release_locks
-from training.arguments import DistillationArguments, TrainingArguments
+from training.arguments import DistillationArguments, TrainingArguments, parse_arguments
 from training.inputs import shapes_of
+from training.rates import FROM_WEIGHTS, default_rates
 from training.resume import (
     StartingPoint,
     changes_since_stop,
@@ -24,6 +25,7 @@ from training.resume import (
     resumed_arguments,
     run_identity,
     set_aside,
+    with_own_rates,
     with_own_weights,
     write_settings,
 )
@@ -238,6 +240,25 @@ def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path)
     assert said[0] == f"rope_theta: {LMConfig.rope_theta} in the checkpoint, 1000.0 now"
 
 
+def test_a_resumed_run_keeps_its_rates_unless_they_are_typed():
+    """An old run has the same rate for all layers; a run from weights has that of its weights."""
+
+    def rates(flags: str, saved: dict) -> tuple:
+        args, _ = parse_arguments(["--no-tie_embeddings", *flags.split()])
+        own = with_own_rates(StartingPoint(RunFolder(Path("run")), arguments=saved), args)
+        values = [getattr(own, name) for name in FROM_WEIGHTS]
+        assert {type(value) for value in values} == {float}  # checkpoints hold plain numbers
+        return tuple(values)
+
+    new = tuple(default_rates("adamw", LMConfig.dim, tied=False).values())
+    assert rates("", {}) == new
+    assert rates("", {"learning_rate": 7e-4}) == (7e-4, 1, 1)
+    saved = {"learning_rate": 7e-4, "embedding_lr_factor": 3.0, "output_lr_factor": 2.0}
+    assert rates("", saved) == (7e-4, 3, 2)
+    assert rates("--learning_rate 1e-3", saved) == (1e-3, 3, 2)
+    assert rates("--output_lr_factor 5", saved) == (7e-4, 3, 5)
+
+
 @pytest.mark.parametrize(("processes", "accumulation_steps"), [(2, 3), (3, 2)])
 def test_other_numbers_of_processes_keep_the_global_batch(tmp_path, processes, accumulation_steps):
     start = saved_by(tmp_path, TrainingArguments(batch_size=4), processes=6)
@@ -253,11 +274,11 @@ def test_a_resumed_run_keeps_its_own_teacher_and_weights(tmp_path):
     """In a new run, --teacher auto and --init_from auto are not replaced."""
     run = RunFolder(tmp_path / "mine")
     run.path.mkdir()
-    run.settings.write_text(json.dumps({"arguments": {"teacher": "its own"}}))
 
     def own(checkpoint: Path | None, **flags) -> tuple:
         args = DistillationArguments(**flags)
-        args = with_own_weights(args, StartingPoint(run, checkpoint))
+        saved = {"teacher": "its own"}
+        args = with_own_weights(args, StartingPoint(run, checkpoint, arguments=saved))
         return args.teacher, args.init_from
 
     saved = run.checkpoint(1)

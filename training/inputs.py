@@ -34,6 +34,7 @@ from training.resume import (
     find_starting_point,
     resumed_arguments,
     run_identity,
+    with_own_rates,
     with_own_weights,
 )
 from training.teacher import TeacherWeights, require_same_tokenizer
@@ -94,7 +95,8 @@ def find_inputs(
     processes = engine.processes if engine else processes
     choose = partial(choose_sources, args, model_settings, claims=engine is not None)
     start, source, teacher, settings, data = on_main_process(engine, choose)
-    filled = replace(args, data=args.data or data)  # machines may have different paths
+    filled = with_own_rates(start, args)
+    filled = replace(filled, data=args.data or data)  # machines may have different paths
     if teacher:
         filled = replace(filled, teacher=str(teacher.source.path))
 

@@ -1,10 +1,19 @@
 """The default learning rates. docs/recipe.md has the measurements behind the numbers."""
 
+
+class Default(float):
+    """A rate that is not typed: a resumed run replaces it with the rate that it began with."""
+
+
 # The defaults of a run that starts from existing weights.
-FROM_WEIGHTS = {"learning_rate": 5e-4, "embedding_lr_factor": 1.0, "output_lr_factor": 1.0}
+FROM_WEIGHTS = {
+    "learning_rate": Default(5e-4),
+    "embedding_lr_factor": Default(1),
+    "output_lr_factor": Default(1),
+}
 
 
-def default_rates(optimizer: str, dim: int, tied: bool) -> dict[str, float]:
+def default_rates(optimizer: str, dim: int, tied: bool) -> dict[str, Default]:
     """Return the defaults of --learning_rate, --embedding_lr_factor and --output_lr_factor for a
     model with random weights: beside Muon, or for AdamW alone. `tied` means that the input
     embedding and the output layer share one matrix, which then learns as an embedding."""
@@ -15,7 +24,7 @@ def default_rates(optimizer: str, dim: int, tied: bool) -> dict[str, float]:
     else:
         rate, embedding, output = 0.0045 * 128 / dim, 10.0, 1.0 if tied else 4.0
     return {
-        "learning_rate": float(f"{rate:.2g}"),
-        "embedding_lr_factor": embedding,
-        "output_lr_factor": output,
+        "learning_rate": Default(f"{rate:.2g}"),
+        "embedding_lr_factor": Default(embedding),
+        "output_lr_factor": Default(output),
     }

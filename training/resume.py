@@ -21,6 +21,7 @@ from storage.checkpoint import STATE, newest_undamaged, read_state, run_of
 from storage.find import program_of, run_to_resume
 from storage.folder import RunFolder, claim, read_settings, step_of
 from training.arguments import TrainingArguments
+from training.rates import FROM_WEIGHTS, Default
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")
 
@@ -32,6 +33,7 @@ class StartingPoint:
     folder: RunFolder
     checkpoint: Path | None = None  # None: a new run
     state: dict = field(default_factory=dict)  # state.json of the checkpoint; {} for a new run
+    arguments: dict = field(default_factory=dict)  # in settings.json; {} for a new run
 
     @property
     def step(self) -> int:
@@ -48,7 +50,8 @@ def find_starting_point(args: TrainingArguments, claims: bool = False) -> Starti
     for path, problem in problems.items():
         print(f"DAMAGED CHECKPOINT {path}: {problem}")
     if newest:
-        return StartingPoint(run, newest, read_state(newest))
+        arguments = read_settings(run.settings).get("arguments", {})
+        return StartingPoint(run, newest, read_state(newest), arguments)
     if problems:
         reason = f"no undamaged checkpoint, {path} is damaged: {problem}"
         raise UsageError(f"--resume {args.resume}: {reason}")
@@ -94,9 +97,18 @@ def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingA
         base = start.folder.base
         args = replace(args, init_from=str(base if base.exists() else start.checkpoint))
     if start.checkpoint and args.teacher == "auto":
-        saved = read_settings(start.folder.settings).get("arguments", {})
-        args = replace(args, teacher=saved.get("teacher", "auto"))
+        args = replace(args, teacher=start.arguments.get("teacher", "auto"))
     return args
+
+
+def with_own_rates(start: StartingPoint, args: TrainingArguments) -> TrainingArguments:
+    """Return `args` with learning rates as plain numbers. At a resume, those that are not typed are
+    the run's own; the factors of a run that began before they existed are 1."""
+    rates = {name: float(getattr(args, name)) for name in FROM_WEIGHTS}
+    if "learning_rate" in start.arguments:
+        untyped = [name for name in rates if isinstance(getattr(args, name), Default)]
+        rates |= {name: start.arguments.get(name, 1.0) for name in untyped}
+    return replace(args, **rates)
 
 
 def run_identity(train_set: TokenStream, args: TrainingArguments, processes: int) -> dict:
