@@ -20,6 +20,7 @@ from benchmarks.trained import Result, train
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.shards import read_description
 from model import ConfigError
+from training.arguments import DistillationArguments, TrainingArguments
 
 PROGRAM = "benchmarks.distillation"
 MUON_FLAGS = "--optimizer muon --learning_rate 1e-2 --lr_schedule wsd --decay_fraction 1"
@@ -60,8 +61,11 @@ def compare(data: Path, args: argparse.Namespace) -> str:
     flags = [args.batch, f"{args.teacher} --max_steps {args.teacher_steps}"]
     teacher = train("teacher", data, flags, seed=0)
     stages = {
-        "alone": ("pretrain", ""),
-        "distilled": ("distillation", f"--teacher {shlex.quote(str(teacher.run))} {args.how}"),
+        "alone": (TrainingArguments, ""),
+        "distilled": (
+            DistillationArguments,
+            f"--teacher {shlex.quote(str(teacher.run))} {args.how}",
+        ),
     }
 
     def student(kind: str, seed: int, steps: int = args.steps) -> Result:

@@ -35,6 +35,7 @@ from benchmarks import REPOSITORY
 from benchmarks.cli import clean_environment, heading, new_parser, say, table
 from benchmarks.links import DEVICE, limit_rate, simulated_machines
 from benchmarks.ours import OurStep, synchronize
+from benchmarks.processes import adopt_orphans, end_all
 from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
 from common.numbers import available_cores
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     stop_in_order()
     with one_line_errors(PROGRAM, UsageError, ConfigError):
         options, work = parse_options(argv)
+        adopt_orphans()
         rows, failures = [], []
         for name in options.engines:  # a failed engine must not lose the results of others
             try:
@@ -123,6 +125,7 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
         else:
             own = OWN_NETWORK if counts_traffic() else ()
             commands = [[*own, *command, "--main_process_port", "0", *task]]
+        machines.callback(end_all)  # runs before the machines are removed
         device = DEVICE if options.limit else "lo"
         environ = clean_environment() | {"GLOO_SOCKET_IFNAME": device}
         if options.limit:  # a simulated machine does not see that it shares the cores
@@ -138,11 +141,14 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
             )
             for command, output in zip(commands, outputs, strict=True)
         ]
-        codes = [process.wait() for process in processes]
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(0.1)  # if a machine fails, the others may wait for it without end
         if any(codes) or not out.exists():
             text = "".join(output.read_text("utf-8", "replace") for output in outputs)
             said = [line for line in text.splitlines() if re.search("[Ee]rror: ", line)]
-            raise UsageError(f"{name} ended with {max(codes)}: {' '.join(said[:1])}")
+            code = next(filter(None, codes), 0)
+            how = f"by signal {-code}" if code < 0 else f"with {code}"
+            raise UsageError(": ".join([f"{name} ended {how}", *said[:1]]))
         return json.loads(out.read_text(encoding="utf-8"))
 
 

@@ -12,7 +12,6 @@ Only parts import torch, so the report is written even if torch hangs. If tests 
 measurements mean nothing.
 """
 
-import ctypes
 import os
 import re
 import shutil
@@ -24,10 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from benchmarks import REPOSITORY
 from benchmarks.cli import heading, new_parser, say, table
+from benchmarks.processes import adopt_orphans, end_all
 from benchmarks.turns import NOTE, Turn, read_rows, record, table_rows
 from common.atomic import write_whole
 from common.errors import stop_in_order
@@ -38,7 +36,6 @@ SECONDS = 525  # for all parts together
 SHORTEST = 5  # seconds; a part that has less time is left out
 WHEELS, SITE = REPOSITORY / "out/wheels", REPOSITORY / "out/site"  # SITE: the installed wheels
 COMPILED = REPOSITORY / "out/compiled/gpu"  # the parts' compile cache
-PR_SET_CHILD_SUBREAPER = 36  # from sys/prctl.h
 PASSED, LATE = "passed", "out of time"
 # The files with all tests that need a GPU. Starting processes takes most of the time: 8 at once.
 TESTS = "-n 8 -v --tb=short -m gpu tests/integration/test_gpu.py tests/test_decoder.py"
@@ -144,8 +141,7 @@ def run_parts(parts: list[Part], out: Path, began: float) -> bool:
         out: the folder of the report.
         began: time.monotonic() at the start of this program.
     """
-    # A descendant whose parent has ended becomes a child of this process, so `end_all` finds it.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     results = {}
     for part in parts:
         seconds = time_limit(part.seconds, time.monotonic() - began)
@@ -207,19 +203,6 @@ def wait(process: subprocess.Popen, deadline: float) -> str:
         code = process.wait(timeout=deadline - time.monotonic())
         return PASSED if code == 0 else f"failed, exit code {code}"
     return LATE
-
-
-def end_all() -> None:
-    """Kill all descendants of this process. Give up after 5 s."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        found = psutil.Process().children(recursive=True)
-        if not found:
-            return
-        for process in found:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(found, timeout=1)
 
 
 def summary(output: str, result: str) -> str:

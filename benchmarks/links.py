@@ -44,6 +44,7 @@ def limit_rate(bytes_per_second: float) -> None:
 
 
 def do(*command: str) -> None:
+    """Run a command that needs root. Raises UsageError if the command fails or is missing."""
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -16,7 +16,7 @@ from engine.hardware import keep_freed_memory, use_all_cores
 from training.arguments import TrainingArguments
 from training.optimizer import parameter_groups
 
-OURS = TrainingArguments()  # the training script's defaults
+OURS = TrainingArguments()  # the defaults of a run that starts from existing weights
 
 
 def build_transformers(work: Work) -> nn.Module:
@@ -118,7 +118,8 @@ class PeerStep:
         torch.manual_seed(OURS.seed)
         model = build(work).to(self.device).train()
         self._weights = list(model.parameters())
-        # Same settings as ours. The fused AdamW is the fastest in PyTorch.
+        # Our settings, but one learning rate for all layers: rates do not change a step's time.
+        # The fused AdamW is the fastest in PyTorch.
         self._optimizer = torch.optim.AdamW(
             parameter_groups(model, OURS.weight_decay),
             lr=OURS.learning_rate,

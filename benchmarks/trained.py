@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -13,6 +14,8 @@ from benchmarks import REPOSITORY
 from benchmarks.cli import say
 from common.errors import UsageError
 from data.shards import DESCRIPTION_FILE
+from model import LMConfig
+from training.arguments import TrainingArguments, parse_arguments
 
 OUT = Path("out/benchmarks/runs")
 # Validate on the whole split, only at the end; keep only the last checkpoint.
@@ -31,22 +34,32 @@ class Result(NamedTuple):
     step_seconds: float  # median over log intervals, without validations and the first step
 
 
-def train(kind: str, data: Path, flags: list[str], seed: int, stage: str = "pretrain") -> Result:
-    """Train a model, unless a finished run has the same text and flags. Return the result.
+def train(
+    kind: str,
+    data: Path,
+    flags: list[str],
+    seed: int,
+    stage: type[TrainingArguments] = TrainingArguments,
+) -> Result:
+    """Train a model, unless a finished run has the same text, flags, defaults of other flags and
+    number of threads. Return the result.
 
     Args:
         flags: each string holds one or more flags; the last string is printed.
+        stage: the flags of the training program.
 
-    Raises UsageError if the training program failed.
+    Raises UsageError or ConfigError for wrong flags, UsageError if the training program failed.
     """
     description = (data / DESCRIPTION_FILE).read_text(encoding="utf-8")
-    inputs = "\0".join([str(data.resolve()), description, QUIET, *flags])
-    digest = hashlib.sha256(inputs.encode()).hexdigest()[:8]
+    words = shlex.split(" ".join([QUIET, *flags]))
+    arguments, settings = parse_arguments(words, stage)  # defaults may depend on other flags
+    inputs = [str(data.resolve()), description, words, arguments, LMConfig(**settings)]
+    inputs.append(os.environ.get("OMP_NUM_THREADS"))  # it decides the time of a step
+    digest = hashlib.sha256(repr(inputs).encode()).hexdigest()[:8]
     run = OUT / f"{data.resolve().name}-{kind}-{digest}-seed{seed}"
     if not (run / "weights").exists():
         say(f"{run.name}: {flags[-1]} ...")
-        words = [sys.executable, str(REPOSITORY / f"train_{stage}_accelerate.py")]
-        words += shlex.split(" ".join([QUIET, *flags]))
+        words = [sys.executable, str(REPOSITORY / stage.program), *words]
         words += ["--seed", str(seed), "--data", str(data), "--out_dir", str(OUT)]
         words += ["--run_name", run.name, "--resume", "auto"]
         ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

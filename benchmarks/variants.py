@@ -6,20 +6,24 @@
 A variant is a string of training flags, added to those of the recipe. It may begin with words that
 change the recipe: shape=LAYERSxDIM, optimizer=adamw (AdamW alone), or data=SUFFIX for the folder
 DATASUFFIX (the same text with another vocabulary, for example). The first variant is the reference.
+Put a space before a variant of one word that begins with "-": " --qk_norm". Without the space it
+would be a flag of this program.
 With --minutes, the speed of 100 steps decides the number of steps of a run, otherwise --steps does.
 Each run computes with one thread; --jobs runs go at a time, those of one seed beside each other.
 Finished runs are reused.
 
 A difference between two variants counts as shown if 95% of the differences that seeds alone make
 are smaller. The seeds' standard deviation is that of the residuals when each variant and each seed
-has its own mean. With one seed nothing can be shown, and the table says so.
+has its own mean. This takes two variants and two seeds; with fewer, the table says so.
 """
 
 import itertools
 import math
 import os
+import re
 import shlex
 import statistics
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +40,7 @@ from training.arguments import as_words
 
 PROGRAM = "benchmarks.variants"
 SPEED_STEPS = 100
+LEADING = r"shape=[1-9]\d*x[1-9]\d*|optimizer=adamw|data=.+"  # words before a variant's flags
 # Quantiles of Student's t: 97.5% of the values for 1, 2, ... degrees of freedom lie below.
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
@@ -53,22 +58,33 @@ def main(argv: list[str] | None = None) -> None:
         add("--seeds", type=int, nargs="+", default=[1, 2], help="each variant trains with each")
         add("--jobs", type=int, default=2, help="runs at a time")
         args = parser.parse_args(argv)
+        for variant in (f"shape={args.shape}", *args.variants):
+            split_words(variant)  # report a mistake before the first run
         os.environ["OMP_NUM_THREADS"] = "1"  # for the runs
         print(heading(PROGRAM, argv), flush=True)
         with ThreadPoolExecutor(args.jobs) as pool:
             for data in args.data:
-                jobs = [(data, v, seed, args) for seed in args.seeds for v in args.variants]
-                results = list(pool.map(lambda job: result_of(*job), jobs))
-                of_seeds = np.array_split(np.array(results, dtype=object), len(args.seeds))
-                runs = [[Result(*each[i]) for each in of_seeds] for i in range(len(args.variants))]
+                jobs = itertools.product([data], args.seeds, args.variants)
+                results = list(pool.map(lambda job: result_of(args, *job), jobs))
+                runs = [results[i :: len(args.variants)] for i in range(len(args.variants))]
                 print(f"\n{describe(data, args.variants, runs)}", flush=True)
 
 
-def result_of(data: str, variant: str, seed: int, args) -> Result:
-    """Train a variant on a text, and return its result."""
+def split_words(variant: str) -> tuple[dict[str, str], str]:
+    """Return what the leading words of a variant change in the recipe, and the variant's flags.
+    Raises UsageError for another leading word."""
     words = shlex.split(variant)
     leading = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    changed, flags = dict(word.split("=") for word in leading), shlex.join(words[len(leading) :])
+    for word in leading:
+        if not re.fullmatch(LEADING, word):
+            known = "shape=LAYERSxDIM, optimizer=adamw or data=SUFFIX"
+            raise UsageError(f"a variant begins with flags, {known}, not {word!r}")
+    return dict(word.split("=", 1) for word in leading), shlex.join(words[len(leading) :])
+
+
+def result_of(args: Namespace, data: str, seed: int, variant: str) -> Result:
+    """Train a variant on a text, and return its result."""
+    changed, flags = split_words(variant)
     folder = Path(data + changed.get("data", ""))
     muon = changed.get("optimizer") != "adamw"
     of_recipe = recipe_flags(folder, changed.get("shape", args.shape), muon)
@@ -111,7 +127,7 @@ def describe(data: str, variants: list[str], runs: list[list[Result]]) -> str:
     found = np.array([[run.bits_per_byte for run in of_variant] for of_variant in runs])
     rows = [
         {
-            Path(data).name: f"`{variant}`" if variant else "the recipe",
+            Path(data).name: f"`{variant.strip()}`" if variant.strip() else "the recipe",
             "steps": f"{statistics.median(run.steps for run in of_variant):,.0f}",
             "ms per step": f"{1e3 * statistics.median(r.step_seconds for r in of_variant):.0f}",
             "bits per byte, by seed": ", ".join(f"{value:.4f}" for value in values),
@@ -121,7 +137,8 @@ def describe(data: str, variants: list[str], runs: list[list[Result]]) -> str:
         for variant, of_variant, values in zip(variants, runs, found, strict=True)
     ]
     shown = smallest_difference(found)
-    limit = "one seed shows nothing" if shown is None else f"differences from {shown:.4f} are shown"
+    too_few = "a difference can only be shown with two variants and two seeds"
+    limit = too_few if shown is None else f"differences from {shown:.4f} are shown"
     return f"{table(rows)}\n\n{limit}"
 
 

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import zipfile
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from conftest import REPOSITORY, run, wait_for
 
-from benchmarks import engines, gpu, sampling, throughput, variants
+from benchmarks import engines, gpu, sampling, throughput
 from benchmarks.ours import OurStep
 from benchmarks.turns import Turn, read_rows, record, table_rows
 
@@ -93,11 +92,27 @@ def test_variants_of_the_recipe_are_trained_with_each_seed(rows, packed):
     assert float(adamw[5]) == pytest.approx(float(adamw[4]) - float(reference[4]), abs=2e-4)
 
 
-def test_the_smallest_difference_that_seeds_show_is_that_of_a_paired_t_test():
-    assert variants.smallest_difference(np.array([[1.0], [2.0]])) is None
-    # Differences between two variants, by seed: 1, 2, 4. Their standard error is 0.882.
-    found = variants.smallest_difference(np.array([[0.0, 5.0, 9.0], [1.0, 7.0, 13.0]]))
-    assert found == pytest.approx(4.30 * 0.8819, rel=1e-3)
+# Simulates machines without a network. On the first, processes wait without end. On the second, the
+# first process is killed, and its child goes on.
+FAILING = """
+import sys
+from contextlib import contextmanager
+from benchmarks import engines
+fork = "import os, sys, time; child = os.fork(); "
+wait = f"time.sleep(600)  # {sys.argv[1]}"
+kill = f"child and os.kill(os.getpid(), 9); {wait}"
+machines = [([sys.executable, "-c", fork + then], "") for then in (wait, kill)]
+engines.simulated_machines = contextmanager(lambda count: (machines for _ in "1"))
+flags = "--engines ddp --limit 1 --processes 2 --data"
+engines.main([*flags.split(), sys.argv[2]])
+"""
+
+
+@pytest.mark.slow
+def test_if_a_simulated_machine_fails_the_processes_of_all_are_killed(packed, tmp_path):
+    ended = run([sys.executable, "-c", FAILING, str(tmp_path), str(packed)])
+    assert ended.error(engines.PROGRAM).endswith(": ddp ended by signal 9")
+    assert str(tmp_path) not in running_commands()
 
 
 def test_a_loop_is_a_token_or_a_pair_that_stands_eight_times_in_a_row():
