@@ -70,34 +70,26 @@ BY_SIZE = (
     TextDefaults(50e6, None, 0.03, 4 << 10, 1, (2.6, 4)),  # the built-in text
     TextDefaults(math.inf, None, 0.02, 16 << 10, 1, (2.6, 4)),
 )
-# Larger texts: width of a model below which the vocabulary has so many pieces. A text with more
-# than MANY different characters in its first HEAD characters has at least FOR_MANY pieces, for
-# example a Chinese one (docs/recipe.md). From WIDE on a model is assumed to read a text of LARGE.
+# Larger texts: width of a model below which the vocabulary has so many pieces. A text below LARGE
+# bytes has at most FOR_MANY pieces. A text with more than MANY different characters has at least
+# FOR_MANY, for example a Chinese one (docs/recipe.md). If the width is unknown, a text of LARGE
+# bytes gets the pieces for WIDE, a smaller text the fewest.
 BY_WIDTH = ((384, 4096), (640, 8192), (1536, 16384), (math.inf, 32768))
-MANY, HEAD, FOR_MANY = 2000, 1_000_000, 8192
+MANY, FOR_MANY = 2000, 8192
 LARGE, WIDE = 50e6, 512
 
 
-def pieces_for(dim: int, n_bytes: int) -> int:
-    """Return how many pieces suit a model of this width, if the text has at least 4 MB."""
-    size = next(pieces for below, pieces in BY_WIDTH if dim < below)
-    return size if n_bytes >= LARGE else min(size, FOR_MANY)
-
-
-def vocabulary_size(files: list[str], texts: Iterable[str], dim: int | None) -> int:
+def pieces_for(dim: int | None, n_bytes: int, n_characters: int = 0) -> int:
     """Return how many pieces a tokenizer should have at most, for a model of width `dim` (None:
-    unknown) that reads these files. `texts` are some of their documents."""
-    if (size := defaults_for(files).vocab_size) is not None:
+    unknown) and a text of this size with so many different characters in a sample."""
+    if dim is not None and dim < 1:
+        raise UsageError(f"--model_dim must be at least 1, not {dim}")
+    if (size := next(each.vocab_size for each in BY_SIZE if n_bytes < each.below)) is not None:
         return size
-    n_bytes = text_size(files)
-    characters, n_read = set(), 0
-    for text in texts:
-        characters.update(text)
-        n_read += len(text)
-        if n_read > HEAD:
-            break
-    size = pieces_for(dim or (WIDE if n_bytes >= LARGE else 0), n_bytes)
-    return max(size, FOR_MANY if len(characters) > MANY else 0)
+    dim = dim or (WIDE if n_bytes >= LARGE else 1)
+    size = next(pieces for below, pieces in BY_WIDTH if dim < below)
+    size = size if n_bytes >= LARGE else min(size, FOR_MANY)
+    return max(size, FOR_MANY) if n_characters > MANY else size
 
 
 def defaults_for(files: Iterable[str]) -> TextDefaults:
@@ -110,7 +102,7 @@ def defaults_for(files: Iterable[str]) -> TextDefaults:
 class PackingOptions:
     """Settings for text or conversations."""
 
-    vocab_size: int | None  # None: see `vocabulary_size`
+    vocab_size: int | None  # None: see `pieces_for`
     val_fraction: float | None  # None: see `val_fraction_of`
     workers: int
     skip_bad_lines: bool
@@ -152,11 +144,9 @@ def prepare(
         if options.tokenizer is not None:
             copy_tokenizer(options.tokenizer, folder)
         else:
-            may_shrink = options.vocab_size is None
-            size = options.vocab_size
-            if may_shrink:
-                size = vocabulary_size(files, _sample(files, options), options.model_dim)
-            sample = _sample(files, options)
+            sample, size = [*_sample(files, options)], options.vocab_size
+            if may_shrink := size is None:
+                size = pieces_for(options.model_dim, text_size(files), len(set().union(*sample)))
             train_tokenizer(sample, size, folder / TOKENIZER_FILE, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
         ways = options.segmentations_of(files)
@@ -187,6 +177,8 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         open_tokenizer(options.tokenizer)  # refuse a wrong file early
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     listing = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    by_width, usual = (pieces_for(dim, text_size(files)) for dim in (options.model_dim, None))
+    by_itself = options.vocab_size is None and options.tokenizer is None
     return {
         "source": os.path.commonpath([path for path, _ in stats]),
         "files": len(files),
@@ -199,7 +191,7 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         "text_column": options.text_column,
         "segmentations": options.segmentations_of(files),
         **({"kind": options.kind} if options.kind != TEXT else {}),
-        **({"model_dim": options.model_dim} if options.model_dim else {}),
+        **({"pieces_by_width": by_width} if by_itself and by_width != usual else {}),
     }
 
 

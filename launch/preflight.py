@@ -6,6 +6,7 @@ The training program makes the same checks, but its launcher adds a page of outp
 """
 
 import io
+import math
 import os
 import shlex
 import sys
@@ -23,12 +24,12 @@ from common.errors import UsageError, one_line_errors
 from common.numbers import counted
 from data.corpus import find_files, text_size
 from engine.engine import OTHER_ENGINES, check_precision, deepspeed_plugin, set_launch_variables
-from engine.hardware import cpu_emulates_bf16, require_usable_gpu
+from engine.hardware import cpu_emulates_bf16, matrix_precision, require_usable_gpu
 from engine.launcher_settings import with_launcher_settings
-from launch.recipe import expected_dim
+from launch.recipe import BATCH, expected_dim
 from launch.shell_variables import ShellVariables
 from launch.step_times import assumed_flops
-from launch.time_budget import MINUTES, MOST_PASSES, TimeBudget, fitting_shapes
+from launch.time_budget import GPU_TOKENS, MINUTES, MOST_PASSES, TimeBudget, fitting_shapes
 from model import ConfigError, LMConfig
 from storage.folder import read_settings
 from training.arguments import TrainingArguments, as_arguments, as_words, build_parser, flags_of
@@ -112,14 +113,27 @@ def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[st
     return {k: v for k, v in saved.items() if k in names and v is not None}
 
 
-def expected_width(request: ShellVariables, typed: dict[str, Any], text: str) -> int:
-    """Return the width of the model that the run will train, roughly: `text` is not prepared."""
+def expected_width(
+    request: ShellVariables, typed: dict[str, Any], processes: int, text: str
+) -> int:
+    """Return the width of the model that the run will train, roughly: `text` is not prepared.
+    `typed` includes what the launcher decides."""
+    args, shape = as_arguments(dict(typed), request.kind)
     has_gpu = torch.cuda.is_available()
-    processes = request.processes(torch.cuda.device_count() if has_gpu else 0)
     seconds = 60 * (request.minutes or MINUTES["cuda" if has_gpu else "cpu"])
-    flops = seconds * processes * assumed_flops("bf16", request.machines, processes)
-    most_tokens = MOST_PASSES * max(1, text_size(find_files(text))) / BYTES_PER_TOKEN
-    return typed.get("dim") or expected_dim(flops, most_tokens)
+    precision = matrix_precision(args.mixed_precision)
+    flops = seconds * processes * assumed_flops(precision, request.machines, processes)
+    tokens = max(1, text_size(find_files(text))) / BYTES_PER_TOKEN
+    most_tokens = MOST_PASSES * tokens
+    if args.max_steps:
+        per_step = GPU_TOKENS * processes if has_gpu else BATCH
+        if "batch_size" in typed:
+            length = shape.get("max_seq_len", LMConfig.max_seq_len)
+            per_step = args.batch_size * length * processes
+        flops, most_tokens = math.inf, args.max_steps * per_step * args.accumulation_steps
+    elif "epochs" in typed:
+        flops, most_tokens = math.inf, args.epochs * tokens
+    return shape.get("dim") or expected_dim(flops, most_tokens, shape.get("n_layers"))
 
 
 def main(words: list[str]) -> list[str]:
@@ -132,10 +146,6 @@ def main(words: list[str]) -> list[str]:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
     read_launch(request.config)
-    begun = time.time()
-    width = partial(expected_width, request, vars(parser.parse_args(words)))
-    words = [*request.data_flags(width), *words]
-    preparing = time.time() - begun
     if request.get("ENGINE") == "fp16":
         words = ["--dtype", "float16", *words]
     require_usable_gpu()
@@ -143,7 +153,11 @@ def main(words: list[str]) -> list[str]:
     typed = vars(parser.parse_args(words))
     decided = with_launcher_settings(typed, request.launcher_words(processes))
     words = [*as_words({k: v for k, v in decided.items() if k not in typed}), *words]
-    typed, saved = decided, saved_flags(decided, request.kind)
+    begun = time.time()
+    words = [*request.data_flags(partial(expected_width, request, decided, processes)), *words]
+    preparing = time.time() - begun
+    typed = vars(parser.parse_args(words))
+    saved = saved_flags(typed, request.kind)
     if "dtype" not in typed | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
         print("--dtype float32, because this CPU would emulate bf16")
         words, typed["dtype"] = ["--dtype", "float32", *words], "float32"

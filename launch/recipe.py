@@ -90,17 +90,18 @@ def excess(tokens: float, parameters: float) -> float:
     return tokens / parameters / min(suitable, MOST_PER_PARAMETER)
 
 
-def expected_dim(flops: float, most_tokens: float) -> int:
+def expected_dim(flops: float, most_tokens: float, n_layers: int | None = None) -> int:
     """Return the width of the model that a run will train, roughly, before its text is prepared.
 
     Args:
-        flops: FLOPs of the run.
-        most_tokens: tokens that the text allows.
+        flops: FLOPs of the run; infinite if most_tokens alone decides.
+        most_tokens: tokens that the text allows, or of the run.
+        n_layers: layers of the model, if they are typed.
     """
 
     def misfit(shape: tuple[int, int]) -> float:
-        n_layers, dim = shape
-        parameters = 12 * n_layers * dim**2 + 4096 * dim  # blocks and output layer
+        layers, dim = n_layers or shape[0], shape[1]
+        parameters = 12 * layers * dim**2 + 4096 * dim  # blocks and output layer
         return abs(math.log(excess(min(flops / 6 / parameters, most_tokens), parameters)))
 
     return min(SHAPES, key=misfit)[1]

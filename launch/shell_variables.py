@@ -104,26 +104,30 @@ class ShellVariables:
             words += ["--deepspeed_multinode_launcher", "standard"]
         return words
 
+    @property
+    def names_data(self) -> bool:
+        """True if prepared data is typed: --data."""
+        return any(word.partition("=")[0] == "--data" for word in self.flags)
+
     def data_flags(self, width: Callable[[str], int]) -> list[str]:
         """Prepare text for pretraining; return the flags that name the data or the teacher.
         `width` returns the width of the model that will read a text. Raises UsageError if
         preparing fails, or if --data is given with DATA or PREPARE_FLAGS."""
-        named = any(word.partition("=")[0] == "--data" for word in self.flags)
         if self.stage == "sft":  # prepared by the training program, which knows the tokenizer
             return ["--conversations", self.get("CHAT", "builtin")]
         if self.stage == "distill":  # the teacher decides the data
             return ["--teacher", self.get("TEACHER", "auto")]
         text, more = self.get("DATA", "builtin"), self.get("PREPARE_FLAGS")
-        if named:
+        if self.names_data:
             if self.get("DATA") or more:
                 both = "--data (prepared data) excludes DATA and PREPARE_FLAGS (text to prepare)"
                 raise UsageError(f"{both}: leave out --data, or both variables")
             return []
         folder = str(default_out(text, more))
-        # Without PREPARE_FLAGS, reuse data of this text even if it has other settings.
-        more = more or f"--reuse --model_dim {width(text)}"
-        command = [sys.executable, "-m", "scripts.prepare_data", *shlex.split(more)]
-        command += ["--data", text, "--out", folder, "--overwrite"]
+        command = [sys.executable, "-m", "scripts.prepare_data", "--model_dim", str(width(text))]
+        if "--tokenizer" not in more:  # data of another tokenizer is prepared again
+            command.append("--reuse")  # data for another width, or by older defaults, is kept
+        command += [*shlex.split(more), "--data", text, "--out", folder, "--overwrite"]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             raise ReportedError(f"{text} could not be prepared")
         prompt = [] if text != "builtin" else ["--sample_prompt", "def"]

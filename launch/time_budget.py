@@ -1,5 +1,7 @@
 """Choose the flags that the user did not type, so that the run takes MINUTES: measure and plan."""
 
+import math
+import shlex
 import time
 from dataclasses import replace
 from functools import partial
@@ -9,8 +11,9 @@ import psutil
 import torch
 
 from common.errors import UsageError
-from data.prepare import pieces_for
+from data.prepare import BY_WIDTH, pieces_for
 from data.shards import CONVERSATIONS
+from data.tokenizer import open_tokenizer
 from engine.compilation import obstacle
 from engine.deepspeed_config import file_of
 from engine.memory import kind_of
@@ -30,6 +33,7 @@ MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/
 MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
 CHAT_BATCH = 16  # about so many conversations per process in a step; fewer in short runs
+SAMPLES = 2000  # sequences whose characters are counted
 # Compiling is tried if it would pay off with this share of the time of each step. Loading compiled
 # code that is in the cache takes about CACHED_SECONDS.
 COMPILING_SAVES, CACHED_SECONDS = 0.13, 2
@@ -218,9 +222,10 @@ class TimeBudget:
             return f"{text}; more passes would only memorise the data: more text would help"
         if plan.steps < recipe.LEAST_STEPS:
             text += "; these are few steps: set more MINUTES"
-        pieces, better = self.inputs.config.vocab_size, self.better_vocabulary(plan)
-        if better > pieces:
-            text += f"; a vocabulary of {better:,} would suit it better than {pieces:,}"
+        if better := self.better_vocabulary(plan):
+            flags = f"{self.request.get('PREPARE_FLAGS')} --vocab_size {better}".strip()
+            text += f"; a vocabulary of {better:,} would suit it better than "
+            text += f"{self.inputs.config.vocab_size:,}: type PREPARE_FLAGS={shlex.quote(flags)}"
         if len(models) > 1:
             ratio = plan.step_seconds / plan.accumulation / self.times.assumed(plan.model)
             longer = replace(task, seconds=task.seconds + 180 * self.minutes)
@@ -229,11 +234,20 @@ class TimeBudget:
         return text
 
     def better_vocabulary(self, plan: recipe.Plan) -> int:
-        """Return the number of pieces that suits the model of the plan, 0 if it is not open."""
-        data = self.inputs.train_set
-        if self.fixed or self.inputs.teacher or data.segmentations > 1:
+        """Return how many pieces suit the text and the model of the plan better than the present
+        number; 0 if none do, if the user chose the vocabulary, or if the text allows no more."""
+        data, pieces = self.inputs.train_set, self.inputs.config.vocab_size
+        made_from = data.description.get("prepared_from", {})
+        chosen = made_from.get("vocab_size") or made_from.get("tokenizer")
+        chosen = chosen or self.fixed or self.inputs.teacher or self.request.names_data
+        # A short text has fewer pieces than `pieces_for` allows: a number that BY_WIDTH lacks.
+        if chosen or pieces not in dict(BY_WIDTH).values():
             return 0
-        return pieces_for(plan.model.settings["dim"], data.description["splits"]["train"]["bytes"])
+        n_bytes = data.description["splits"]["train"]["bytes"] // data.segmentations
+        tokenizer, step = open_tokenizer(data.folder), math.ceil(len(data) / SAMPLES)
+        texts = (tokenizer.decode(data[i][0].tolist()) for i in range(0, len(data), step))
+        better = pieces_for(plan.model.settings["dim"], n_bytes, len(set().union(*texts)))
+        return better if better > pieces else 0
 
     def model_flags(self, model: recipe.Candidate) -> dict[str, Any]:
         """Return the flags that depend on the model and on the kind of optimizer."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -300,22 +301,57 @@ def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("n_bytes", "dim", "text", "pieces"),
+    ("n_bytes", "dim", "characters", "pieces"),
     [
-        (1e5, 768, "a", 512),
-        (2e6, 768, "a", 4096),
-        (12e6, None, "a", 4096),
-        (12e6, 512, "a", 8192),
-        (12e6, 768, "a", 8192),  # the text is too small for more
-        (1e9, 128, "a", 4096),
-        (1e9, None, "a", 8192),
-        (1e9, 768, "a", 16384),
-        (1e9, 2048, "a", 32768),
-        (12e6, 128, CHINESE, 8192),
-        (1e9, 768, CHINESE, 16384),
-        (2e6, 128, CHINESE, 4096),
+        (1e5, 768, 100, 512),
+        (2e6, 768, 100, 4096),
+        (12e6, None, 100, 4096),
+        (12e6, 512, 100, 8192),
+        (12e6, 768, 100, 8192),  # the text is too small for more
+        (1e9, 128, 100, 4096),
+        (1e9, None, 100, 8192),
+        (1e9, 768, 100, 16384),
+        (1e9, 2048, 100, 32768),
+        (12e6, 128, 2001, 8192),
+        (1e9, 768, 2001, 16384),
+        (2e6, 128, 2001, 4096),
     ],
 )
-def test_text_model_and_characters_decide_the_vocabulary(monkeypatch, n_bytes, dim, text, pieces):
-    monkeypatch.setattr(module, "text_size", lambda files: n_bytes)
-    assert module.vocabulary_size(["my.jsonl"], [text], dim) == pieces
+def test_text_model_and_characters_decide_the_vocabulary(n_bytes, dim, characters, pieces):
+    assert module.pieces_for(dim, n_bytes, characters) == pieces
+
+
+@pytest.mark.parametrize(("rest", "pieces"), [(CHINESE, 8192), ("a", 4096)])
+def test_the_characters_of_the_whole_text_are_counted(tmp_path, monkeypatch, rest, pieces):
+    """Not only those of its first million."""
+    asked = []
+
+    def remember(texts, vocab_size, path, **options):
+        asked.append(vocab_size)
+        train_tokenizer(texts, 300, path)
+
+    monkeypatch.setattr(module, "train_tokenizer", remember)
+    monkeypatch.setattr(module, "text_size", lambda files: 4e6)  # the sample is the whole text
+    pack_documents(["a" * 1000 + str(i) for i in range(1100)] + [rest], tmp_path, vocab_size=None)
+    assert asked == [pieces]
+
+
+def test_the_width_of_the_model_matters_only_if_it_changes_the_vocabulary(tmp_path, monkeypatch):
+    path = str(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    options = module.PackingOptions(None, None, 1, False)
+
+    def different(first, second, **changes):
+        dims = (replace(options, model_dim=dim, **changes) for dim in (first, second))
+        one, other = (module.describe_sources([path], each) for each in dims)
+        return one != other
+
+    assert not different(None, 768)  # a small text
+    monkeypatch.setattr(module, "text_size", lambda files: 60e6)
+    assert different(128, 768)
+    assert not different(640, 768)
+    assert not different(None, 512)
+    assert "pieces_by_width" not in module.describe_sources([path], options)  # as in older data
+    assert not different(128, 768, vocab_size=300)
+    assert not different(128, 768, tokenizer=str(train_small(tmp_path / "t.model")))
+    for dim in (0, -5):
+        assert f"at least 1, not {dim}" in error_of(different, dim, 768, vocab_size=300)

@@ -12,6 +12,7 @@ from launch.recipe import (
     Candidate,
     Task,
     choose,
+    expected_dim,
     plan_for,
     repetition_flags,
     shape_settings,
@@ -46,6 +47,15 @@ def test_more_time_or_speed_trains_a_larger_model_on_more_tokens():
     assert [plan.tokens for plan in plans] == sorted(plan.tokens for plan in plans)
     faster = choose(replace(TEXT, seconds=50, tokens=1e12), MODELS, at(16 * 2e11))
     assert faster.model == plans[1].model
+
+
+@pytest.mark.parametrize("seconds", [10, 200, 3e3, 1e5, 1e7])
+@pytest.mark.parametrize("tokens", [3e6, 1e12])
+def test_the_expected_width_is_that_of_the_chosen_model_or_a_neighbour(seconds, tokens):
+    plan = choose(replace(TEXT, seconds=seconds, tokens=tokens), MODELS, at(2e11))
+    dim, dims = expected_dim(2e11 * seconds, 10 * tokens), sorted({dim for _, dim in SHAPES})
+    assert abs(dims.index(dim) - dims.index(plan.model.settings["dim"])) <= 1
+    assert expected_dim(2e11 * seconds, 10 * tokens, n_layers=40) <= dim
 
 
 @pytest.mark.parametrize("first", [0, 4, len(SHAPES) - 1])

@@ -1,10 +1,14 @@
 """The environment variables of run_accelerate.sh."""
 
+from types import SimpleNamespace
+
 import pytest
 from conftest import REPOSITORY, error_of
 
 from common.errors import UsageError
+from launch import shell_variables
 from launch.shell_variables import ShellVariables
+from scripts.prepare_data import parse_arguments
 from training.arguments import DistillationArguments, SFTArguments, TrainingArguments
 
 TWO_MACHINES = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -75,3 +79,28 @@ def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
     chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags(pytest.fail)
     assert chat == ["--conversations", "my.jsonl"]
     assert ShellVariables({"STAGE": "distill"}, []).data_flags(pytest.fail) == ["--teacher", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dim", "reuse"),
+    [
+        ("", 96, True),
+        ("--skip_bad_lines --val_fraction 0.5", 96, True),
+        ("--model_dim 640", 640, True),
+        ("--tokenizer a.model", 96, False),  # another tokenizer at this path counts
+    ],
+)
+def test_text_is_prepared_for_the_expected_width_beside_typed_flags(monkeypatch, flags, dim, reuse):
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(shell_variables.subprocess, "run", run)
+    request = ShellVariables({"DATA": "my.txt", "PREPARE_FLAGS": flags}, [])
+    _, folder = request.data_flags(lambda text: 96 if text == "my.txt" else 0)
+    args = parse_arguments(commands[0][3:])
+    assert (args.data, str(args.out)) == ("my.txt", folder)
+    assert (args.model_dim, args.reuse, args.overwrite) == (dim, reuse, True)
+    assert args.skip_bad_lines is ("--skip_bad_lines" in flags)
