@@ -13,9 +13,10 @@ import pytest
 import torch
 from conftest import REPOSITORY, run, wait_for
 
-from benchmarks import engines, gpu, sampling, throughput
+from benchmarks import engines, gpu, head_to_head, sampling, throughput
 from benchmarks.ours import OurStep
 from benchmarks.turns import Turn, read_rows, record, table_rows
+from common.errors import UsageError
 
 STEP = "--rounds 1 --steps 2 --warmup_steps 0 --dtype float32"
 LITTLE = "--max_seq_len 32 --batch_size 2 --compile off"
@@ -282,3 +283,36 @@ def test_the_report_compares_only_turns_of_the_same_part(tmp_path):
         ("ours", "1"),
         ("other", "2.000 (2.000 to 2.000)"),
     ] * 2
+
+
+def test_every_eleventh_document_is_held_out(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(f'{{"text": "{n}\\r"}}\n' for n in range(1, 24)))
+    train, held_out = head_to_head.split(str(file))
+    assert held_out == ["11", "22"]
+    assert train == [str(n) for n in range(1, 24) if n not in (11, 22)]
+
+
+@pytest.mark.parametrize("start", [[4], [4, 4]])
+def test_each_character_is_scored_once_after_the_characters_before_it(start):
+    """The model is sure that "b" follows "a" and so on; it gives each other next id 1/5."""
+    longest = 0
+
+    def logits(ids):
+        nonlocal longest
+        longest = max(longest, ids.shape[1])
+        sure = torch.nn.functional.one_hot((ids + 1) % 5, 5) * 100.0
+        return torch.where((ids < 3).unsqueeze(-1), sure, torch.zeros(5))
+
+    model = head_to_head.Reader(1, 6, start, lambda text: ["abcd".index(c) for c in text], logits)
+    for text, guesses in (("a", 1), ("abcd", 1), ("abcd" * 2 + "abc", 3), ("dddddddd", 8)):
+        bits = head_to_head.bits_per_byte(model, [text])
+        assert bits == pytest.approx(guesses * math.log2(5) / len(text))
+    assert longest == 6
+
+
+def test_nanogpt_gets_the_steps_that_fit_into_95_percent_of_the_time():
+    assert head_to_head.affordable_steps(lambda steps: 10 + 0.25 * steps, 200) == 720
+    assert head_to_head.affordable_steps(lambda steps: 10 + 0.25 * steps, 1) == 20
+    with pytest.raises(UsageError, match="are the cores free"):
+        head_to_head.affordable_steps(lambda steps: 10, 200)
