@@ -22,7 +22,7 @@ OTHER_FLAGS = {
     *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--cpu"),
     *("--num_machines", "--machine_rank", "--main_process_ip"),
     *("--num_gpus", "--hostfile", "--master_addr", "--master_port", "--node_rank", "--no_ssh"),
-    *("--no-deps", "--all", "--no", "--nproc_per_node", "--signal"),
+    *("--no-deps", "--all", "--no", "--nproc_per_node", "--signal", "--depth"),
 }
 HAN = r"[\u4e00-\u9fff]"
 TRANSLATED = ("docs/data", "docs/reading")  # pages that also exist in Chinese, as NAME_zh.md
