@@ -130,12 +130,15 @@ def draw(axes, rows: list[dict]) -> None:
 
 def choices() -> list[dict]:
     """Return a row per choice for TEXTS on MACHINES. BUILT_IN gives the bits per byte, except for
-    texts that are read more than MOST_PASSES times: no run of the fit had so many passes."""
-    rows, ended = [], set()
+    texts that are read more than MOST_PASSES times: no run of the fit had so many passes. A larger
+    text that changes nothing has no row."""
+    rows, ended, chosen = [], set(), set()
     for machine, text, time in itertools.product(MACHINES, TEXTS, TIMES):
         plan, minutes, pieces = planned(*MACHINES[machine], *TEXTS[text], TIMES[time])
-        if (machine, text) in ended:
+        choice = (machine, time, plan.steps, str(plan.model))
+        if (machine, text) in ended or choice in chosen:
             continue
+        chosen.add(choice)
         if minutes < 0.98 * TIMES[time]:  # the text ends the run: more time changes nothing
             ended.add((machine, text))
             time += f", ends after {minutes:.0f} min" if minutes > 1 else ", ends within a minute"
