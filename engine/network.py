@@ -17,7 +17,7 @@ from engine.memory import GPU, Kind, Workload, can_coalesce
 
 # GB/s in one direction, by the data sheet: of a GPU's link to the others of its machine, or of one
 # network card. Collective operations are assumed to reach the share REACHED of it.
-RATES = {"pcie4": 32, "pcie5": 64, "nvlink3": 300, "nvlink4": 450}
+RATES = {"pcie4": 32, "pcie5": 64, "nvlink3": 300, "nvlink4": 450, "nvlink5": 900}
 RATES |= {"ethernet25": 3.125, "ethernet100": 12.5, "infiniband200": 25, "infiniband400": 50}
 REACHED = 0.8
 BACKWARD = 2 / 3  # share of a micro-batch's time that its backward pass takes
@@ -28,10 +28,9 @@ def bytes_per_second(text: str) -> float:
     """Return the rate of a link that a flag names: NAME of RATES, NxNAME for N of them, or a
     number of GB/s that the link reaches. Raises UsageError for other text."""
     count, cross, name = text.rpartition("x")
-    if name in RATES and (not cross or count.isdecimal()):
-        return 1e9 * REACHED * RATES[name] * (int(count) if cross else 1)
     try:
-        rate = float(text)
+        named = name in RATES and (not cross or count.isdecimal())
+        rate = REACHED * RATES[name] * int(count or 1) if named else float(text)
     except ValueError:
         rate = 0
     if not rate > 0:

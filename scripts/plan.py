@@ -39,8 +39,11 @@ TRAINING_FLAGS += "coalesce_reduction", "max_steps", "optimizer", "tf32"
 PLAN_FLAGS = "num_processes", "num_machines", "link", "network", "vocab_size", "gpu_memory", "ram"
 PLAN_FLAGS += "device", "mfu", "tokens"
 GPUS = 8  # assumed GPUs of a machine
-# Words of a GPU's name → the link to the other GPUs of its machine; other GPUs have PCIe.
-LINKS = {"H100": "nvlink4", "H200": "nvlink4", "GH200": "nvlink4", "A100": "nvlink3"}
+# Words of a GPU's name → the link to the others of its machine, unless "PCIe" is another word.
+LINKS = {"A100": "nvlink3", "A800": "160", "H800": "160"}
+LINKS |= dict.fromkeys(("H100", "H200", "GH200"), "nvlink4")
+LINKS |= dict.fromkeys(("B200", "GB200"), "nvlink5")
+PCIE5 = "H100", "H200", "GH200", "H800", "B200", "GB200"  # other GPUs have PCIe 4
 SAVES = 0.9  # an engine, or twice the GPUs, is named if it takes less than this share of the time
 
 
@@ -86,14 +89,18 @@ def describe(options: dict) -> str:
     name = plan.device or (torch.cuda.get_device_name() if has_gpu else "this device")
     precision = "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32")
     peak = peak_flops(name, precision)
-    limit = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes)
+    per_machine = processes // machines if plan.num_machines else GPUS
+    here = min(processes, per_machine)  # processes of a machine
+    limit = int((plan.gpu_memory or 0) * GIB) or available_memory(device, here)
     ram = math.inf  # bytes for each process; unknown for another machine
     if plan.ram or not plan.gpu_memory:
-        free = available_memory(torch.device("cpu"), processes)
+        free = available_memory(torch.device("cpu"), here)
         ram = plan.ram * GIB / processes if plan.ram else free
-    link = plan.link or next((LINKS[word] for word in name.split() if word in LINKS), "pcie4")
-    rates = network.bytes_per_second(link), network.bytes_per_second(plan.network)
-    links = Network(processes // machines if plan.num_machines else GPUS, *rates)
+    words = name.upper().replace("-", " ").split()
+    pcie = "pcie5" if {*words} & {*PCIE5} else "pcie4"
+    nvlink = [LINKS[word] for word in words if word in LINKS and "PCIE" not in words]
+    link = plan.link or (nvlink or [pcie])[0]
+    links = Network(per_machine, *map(network.bytes_per_second, (link, plan.network, pcie)))
     shapes = without_memory(LMConfig(**model_settings, vocab_size=plan.vocab_size))
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
     step = args.global_batch(processes) * seq_len  # tokens
@@ -140,10 +147,12 @@ def describe(options: dict) -> str:
         f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps",
         f"{limit / GIB:.1f} GiB for each of {processes} processes, of which {OVERHEAD // GIB} for "
         f"libraries; {name} at {plan.mfu:.0%} MFU",
-        f"{counted(machines, 'machines')}; {link} in a machine, {plan.network} between machines",
+        f"{counted(machines, 'machines')}; {link} in a machine, {plan.network} between machines, "
+        f"{pcie} to RAM",
         f"\n{columns(memories)}\n\n{columns(times)}",
-        f"Most GPUs: with more, {LOSS:.0%} of the time or more is lost at this global batch.",
-        "≥: the time of AdamW on the CPU, and that of NVMe, are not known and come on top.\n",
+        "Hidden: sending that is assumed to pass while the GPU computes.",
+        f"Most GPUs: the largest power of two that loses less than {LOSS:.0%} of the time.",
+        "≥: plus the time of AdamW on the CPU and the time of NVMe, which are not known.\n",
         *advice(fitting, work, links, limit),
     ]
     if fitting and (ram_needed := estimate(fitting[0][0], work).ram):
@@ -175,16 +184,25 @@ def advice(fitting: list[tuple], work: Workload, links: Network, limit: int) -> 
     best, fastest = min(others, key=lambda each: each[1].total, default=(kind, time))
     if fastest.total < SAVES * time.total:
         share = f"{1 - fastest.total / time.total:.0%} less time"
-        lines.append(f"{best.name} would take {share}, because it waits less for the network.")
-    twice = 2 * work.processes
-    if twice > work.args.global_batch(work.processes):
+        hidden = ", if its sending is hidden as assumed" if fastest.hidden else ""
+        lines.append(f"{best.name} would take {share}{hidden}.")
+    totals = {work.processes: time.total}
+    counts = [2 * work.processes, *(work.processes >> i for i in range(1, 11))]
+    for n in counts:
+        if 1 <= n <= work.args.global_batch(work.processes):
+            totals[n] = network.shared_by(n, kind, work, time.computing, links, limit).total
+    fewer = min((n for n in totals if n <= work.processes), key=lambda n: (totals[n], n))
+    more = totals.get(2 * work.processes, 0)
+    if fewer < work.processes:
+        share = f"{1 - totals[fewer] / time.total:.0%} less time"
+        lines.append(f"{counted(fewer, 'GPUs')} would take {share}: the network limits this run.")
+    elif not more:
         lines.append("Twice the GPUs need a larger global batch: it has too few sequences.")
-    else:
-        more = network.shared_by(twice, kind, work, time.computing, links, limit)
-        if more.total > SAVES * time.total:
-            saved = max(0, 1 - more.total / time.total)
-            saves = f"Twice the GPUs would save only {saved:.0%} of the time"
-            lines.append(f"{saves}: do not buy them.")
+    elif more >= time.total:
+        lines.append("Twice the GPUs would take no less time: do not buy them.")
+    elif more > SAVES * time.total:
+        saved = f"{1 - more / time.total:.0%} of the time"
+        lines.append(f"Twice the GPUs would save only {saved}: do not buy them.")
     return lines
 
 

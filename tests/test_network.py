@@ -51,7 +51,7 @@ def test_a_link_is_a_name_a_multiple_of_a_name_or_a_number(text, expected):
     assert bytes_per_second(text) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "token-ring", "xpcie4", "2.5xpcie4"])
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "token-ring", "xpcie4", "2.5xpcie4", "0xpcie4"])
 def test_other_links_are_refused(text):
     with pytest.raises(UsageError, match="pass GB/s"):
         bytes_per_second(text)
@@ -80,6 +80,10 @@ def test_a_step_hides_what_the_engine_can_send_during_computing():
     assert found["zero3"].hidden == pytest.approx(seconds["zero3"])
     once = step_time(replace(KINDS["zero2"], coalesces=True), work, computing, network)
     assert once.hidden == 0
+    little = seconds["ddp"] / 10  # less computing than sending
+    hidden = {name: step_time(KINDS[name], work, little, network).hidden for name in sent}
+    expected = {"ddp": 2 / 3 / 4, "zero1": 0, "zero2": 2 / 3, "zero3": 1}
+    assert hidden == pytest.approx({name: share * little for name, share in expected.items()})
 
 
 def test_more_or_fewer_processes_share_the_global_batch():
@@ -102,6 +106,5 @@ def test_the_most_processes_lose_less_than_a_tenth():
     assert most_processes(KINDS["ddp"], work, 1.0, slow, memory) == 2  # one machine
     # As many as there are sequences:
     assert most_processes(KINDS["ddp"], work, 1.0, fast, memory) == 16
-    offload = replace(KINDS["zero2_offload"], stage=2)
     none = replace(fast, pcie=1e3)
-    assert most_processes(offload, work, 1.0, none, memory) == 0
+    assert most_processes(KINDS["zero2_offload"], work, 1.0, none, memory) == 0

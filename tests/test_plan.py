@@ -94,12 +94,12 @@ def test_one_gpu_is_planned_as_part_of_a_machine_of_eight(capsys):
     flags = f"{FLAGS.replace('processes 4', 'processes 1')} --gpu_memory 80 --device H100"
     flags += " --network 0.001"
     lines = page(capsys, flags)
-    assert "1 machine; nvlink4 in a machine, 0.001 between machines" in lines
+    assert "1 machine; nvlink4 in a machine, 0.001 between machines, pcie5 to RAM" in lines
     assert lines[14].split()[-1] == "8"  # DDP
     assert not any("Twice the GPUs" in line for line in lines)
     alone = page(capsys, f"{flags} --num_machines 1")
     assert alone[14].split()[-1] == "1"
-    assert "Twice the GPUs would save only 0% of the time: do not buy them." in alone
+    assert "Twice the GPUs would take no less time: do not buy them." in alone
     few = page(capsys, f"{flags} --batch_size 1 --accumulation_steps 1")
     assert "Twice the GPUs need a larger global batch: it has too few sequences." in few
 
@@ -112,3 +112,24 @@ def test_machines_need_not_be_full(capsys):
 def test_the_hours_of_an_engine_that_offloads_are_a_lower_bound(capsys):
     lines = page(capsys, f"{FLAGS} --gpu_memory 80 --device H100")
     assert ["≥" in line for line in lines[14:21]] == [False] * 4 + [True] * 3
+
+
+def test_fewer_gpus_are_advised_if_the_network_limits_the_run(capsys):
+    flags = "--dim 1024 --n_layers 32 --max_seq_len 1024 --batch_size 4 --accumulation_steps 2"
+    lines = page(capsys, f"{flags} --num_processes 16 --gpu_memory 80 --device H100")
+    advised = [line for line in lines if "the network limits this run" in line]
+    assert [line.split()[:2] for line in advised] == [["8", "GPUs"]]
+
+
+@pytest.mark.parametrize(
+    ("device", "link"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "nvlink3 in a machine, ethernet100 between machines, pcie4"),
+        ("NVIDIA H100 PCIe", "pcie5 in a machine, ethernet100 between machines, pcie5"),
+        ("NVIDIA B200", "nvlink5 in a machine, ethernet100 between machines, pcie5"),
+        ("NVIDIA GeForce RTX 4090", "pcie4 in a machine, ethernet100 between machines, pcie4"),
+    ],
+)
+def test_the_name_of_a_gpu_decides_its_links(capsys, device, link):
+    plan.main(["--dim", "64", "--n_layers", "2", "--gpu_memory", "24", "--device", device])
+    assert f"1 machine; {link} to RAM" in capsys.readouterr().out
