@@ -84,7 +84,8 @@ def row(data: Path, name: str, minutes: int, seed: int, more: str) -> dict:
     settings = recipe.shape_settings(*NAMES[name], {})
     length = settings["max_seq_len"]
     model = candidate(settings, read_description(data)["vocab_size"], recipe.BATCH // length)
-    flags = settings | recipe.optimizer_flags(model, muon=True) | {"batch_size": model.rows}
+    flags = settings | recipe.optimizer_flags(model, muon=True)
+    flags |= recipe.repetition_flags(1, muon=True) | {"batch_size": model.rows}
     words = " ".join(as_words(flags))
     speed = train("speed", data, [words, f"{more} --max_steps {SPEED_STEPS}"], seed)
     steps = round(60 * minutes / speed.step_seconds)

@@ -25,6 +25,8 @@ WITH_TEACHER = 2  # a student's token counts as so many when the shape is chosen
 # A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
 # tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
 BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
+# Beside Muon, AdamW's rate grows with the root of the tokens per step, up to this number.
+MOST_FOR_RATE = 32768
 MIN_STEPS = 20  # minimum micro-batches of a plan, even if they take too long
 EVALUATIONS = 4  # validations in a run
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
@@ -188,22 +190,25 @@ def run_flags(plan: Plan) -> dict[str, Any]:
     }
 
 
-def optimizer_flags(model: Candidate, muon: bool) -> dict[str, Any]:
-    """Return the flags for the optimizer and schedule of a model with random weights."""
+def optimizer_flags(model: Candidate, muon: bool, batch: float = BATCH) -> dict[str, Any]:
+    """Return the flags for the optimizer and schedule of a model with random weights, for steps of
+    `batch` tokens."""
     optimizer, settings = "muon" if muon else "adamw", model.settings
     rates = default_rates(optimizer, settings["dim"], settings["tie_embeddings"])
     # After the warm-up the rates fall in a straight line to 0.
     schedule = {"lr_schedule": "wsd", "decay_fraction": 1.0, "min_lr_ratio": 0.0}
-    small = {"muon_learning_rate": 0.03, "muon_momentum": 0.9}  # larger models: Muon's defaults
-    small = small if muon and model.parameters < 1e7 else {}
-    return {"optimizer": optimizer} | rates | schedule | small
+    if muon:
+        growth = max(BATCH, min(batch, MOST_FOR_RATE)) / BATCH
+        rates["learning_rate"] = rounded(rates["learning_rate"] * growth**0.5)
+        schedule |= {"muon_learning_rate": 0.03 if model.parameters < 1e7 else 0.02}
+    return {"optimizer": optimizer} | rates | schedule
 
 
 def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:
     """Return the flags that depend on the passes over the text. Repeated text needs more weight
-    decay; in small models it also needs Muon's default momentum instead of 0.9."""
-    decay = {"weight_decay": rounded(min(0.5, max(0.1, 0.04 * passes)))}
-    return decay | ({"muon_momentum": 0.95} if muon and passes > 5 else {})
+    decay, and a larger momentum of Muon."""
+    flags = {"weight_decay": rounded(min(0.5, max(0.1, 0.04 * passes)))}
+    return flags | ({"muon_momentum": 0.95 if passes > 5 else 0.9} if muon else {})
 
 
 def fine_tuning_rate(dim: int) -> float:

@@ -249,16 +249,17 @@ class TimeBudget:
         better = pieces_for(plan.model.settings["dim"], n_bytes, len(set().union(*texts)))
         return better if better > pieces else 0
 
-    def model_flags(self, model: recipe.Candidate) -> dict[str, Any]:
-        """Return the flags that depend on the model and on the kind of optimizer."""
+    def model_flags(self, model: recipe.Candidate, batch: float = recipe.BATCH) -> dict:
+        """Return the flags that depend on the model, the kind of optimizer, and the number of
+        tokens in a step."""
         if self.fixed:
             return {"learning_rate": recipe.fine_tuning_rate(model.settings["dim"])}
-        return model.settings | recipe.optimizer_flags(model, self.muon)
+        return model.settings | recipe.optimizer_flags(model, self.muon, batch)
 
     def flags(self) -> dict[str, Any]:
         """Return the flags to add to the typed flags."""
         plan = self.plan()
-        flags = recipe.run_flags(plan) | self.model_flags(plan.model)
+        flags = recipe.run_flags(plan) | self.model_flags(plan.model, plan.tokens / plan.steps)
         if not self.fixed:
             flags |= recipe.repetition_flags(plan.passes, self.muon)
         if self.compiles is not None:

@@ -16,7 +16,15 @@ CHOICES = [item.name for item in FLAGS if item.metadata.get("choices")]
 ZERO_ALLOWED = {
     *("save_minutes", "keep_last", "sample_interval", "warmup_steps", "weight_decay", "grad_clip"),
     *("eval_interval", "eval_samples", "save_interval", "num_workers", "seed", "sample_tokens"),
-    *("min_lr_ratio", "decay_fraction", "beta1", "beta2", "muon_momentum", "dropout"),
+    *(
+        "warmup_fraction",
+        "min_lr_ratio",
+        "decay_fraction",
+        "beta1",
+        "beta2",
+        "muon_momentum",
+        "dropout",
+    ),
     *("n_shared_experts", "router_aux_loss"),
 }
 
@@ -133,3 +141,9 @@ def test_a_new_model_has_rates_by_its_width_and_existing_weights_small_ones(opti
     assert rates("--init_from auto") == (5e-4, 1, 1)
     assert rates("--learning_rate 0.1 --no-tie_embeddings") == (0.1, 1, 1)  # as it was typed
     assert rates("--embedding_lr_factor 2 --no-tie_embeddings")[1:] == (2, untied[optimizer][1])
+
+    warmups = [
+        parse_arguments(flags.split())[0].warmup_fraction
+        for flags in (f"--optimizer {optimizer}", "--learning_rate 0.1", "--init_from auto")
+    ]
+    assert warmups == [0.25 if optimizer == "adamw" else 0.05, 0.05, 0.05]

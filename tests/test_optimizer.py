@@ -92,8 +92,10 @@ def test_flags_set_the_schedule():
     assert [rate(step) for step in (1, 7, 70)] == pytest.approx([3e-3 / 7, 3e-3, 3e-3])
     assert [rate(step) for step in (85, 100)] == pytest.approx([0.75 * 3e-3, 0.5 * 3e-3])
     assert from_flags("", 100).schedule == "cosine"
-    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # 5% of steps, limited
+    for total, warmup in ((3, 0), (4, 1), (60, 15), (10**6, MAX_DEFAULT_WARMUP)):  # 25%, limited
         assert from_flags("", total).warmup_steps == warmup
+    for total in range(1, 2000):  # 5%
+        assert from_flags("--learning_rate 1e-3", total).warmup_steps == total // 20
     for warmup in (0, 10):
         assert from_flags(f"--warmup_steps {warmup}", 10).warmup_steps == warmup
     with pytest.raises(UsageError, match="--warmup_steps 11: the whole run has 10 steps"):
@@ -229,9 +231,13 @@ def test_muon_in_fp32_equals_its_formula(monkeypatch, at_once):
             u, sigma, v = torch.linalg.svd(update / norms, full_matrices=False)
             for a, b, c in NEWTON_SCHULZ:
                 sigma = a * sigma + b * sigma**3 + c * sigma**5
-            scale = max(1, p.shape[-2] / p.shape[-1]) ** 0.5
+            update = (u * sigma[..., None, :]) @ v
+            rows, cols = p.shape[-2:]
+            norms = update.norm(dim=-1 if rows >= cols else -2, keepdim=True)
+            total = update.norm(dim=(-2, -1), keepdim=True)
+            update *= total / norms / max(rows, cols) ** 0.5
             p *= 1 - LR * DECAY
-            p -= LR * scale * (u * sigma[..., None, :]) @ v
+            p -= LR * max(1, rows / cols) ** 0.5 * update
     assert largest_difference(mine, by_hand) < 1e-6
 
 

@@ -157,5 +157,5 @@ def test_the_output_layer_is_untied_unless_the_flag_is_typed():
 def test_repeated_text_has_more_weight_decay():
     flags = [repetition_flags(passes, muon=True) for passes in (1, 5, 30)]
     assert [each["weight_decay"] for each in flags] == [0.1, 0.2, 0.5]
-    assert ["muon_momentum" in each for each in flags] == [False, False, True]
+    assert [each["muon_momentum"] for each in flags] == [0.9, 0.9, 0.95]
     assert "muon_momentum" not in repetition_flags(30, muon=False)

@@ -252,11 +252,13 @@ def test_a_resumed_run_keeps_its_rates_unless_they_are_typed():
 
     new = tuple(default_rates("adamw", LMConfig.dim, tied=False).values())
     assert rates("", {}) == new
-    assert rates("", {"learning_rate": 7e-4}) == (7e-4, 1, 1)
+    assert rates("", {"learning_rate": 7e-4}) == (7e-4, 1, 1, 0.05)
     saved = {"learning_rate": 7e-4, "embedding_lr_factor": 3.0, "output_lr_factor": 2.0}
-    assert rates("", saved) == (7e-4, 3, 2)
-    assert rates("--learning_rate 1e-3", saved) == (1e-3, 3, 2)
-    assert rates("--output_lr_factor 5", saved) == (7e-4, 3, 5)
+    saved["warmup_fraction"] = 0.25
+    assert rates("", saved) == (7e-4, 3, 2, 0.25)
+    assert rates("--learning_rate 1e-3", saved) == (1e-3, 3, 2, 0.25)
+    assert rates("--output_lr_factor 5", saved) == (7e-4, 3, 5, 0.25)
+    assert rates("--warmup_fraction 0.1", saved) == (7e-4, 3, 2, 0.1)
 
 
 @pytest.mark.parametrize(("processes", "accumulation_steps"), [(2, 3), (3, 2)])

@@ -77,7 +77,7 @@ class TrainingArguments:
     learning_rate: float | None = setting(
         None,
         "peak learning rate of AdamW (default: 0.576 / dim in a new model, beside Muon "
-        "0.23 / √dim; 5e-4 from existing weights)",
+        "0.34 / √dim; 5e-4 from existing weights)",
         POSITIVE,
     )
     embedding_lr_factor: float | None = setting(
@@ -96,7 +96,13 @@ class TrainingArguments:
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
     lr_schedule: str = setting("cosine", "decay after warm-up", choices=SCHEDULES)
     warmup_steps: int | None = setting(
-        None, "steps of linear warm-up (default: 1/20 of all steps, at most 2000)", AT_LEAST_0
+        None, "steps of linear warm-up (default: --warmup_fraction, at most 2000)", AT_LEAST_0
+    )
+    warmup_fraction: float | None = setting(
+        None,
+        "warm-up as a share of all steps (default: 0.25 in a new model, 0.05 beside Muon, from "
+        "existing weights, or if --learning_rate is typed)",
+        SHARE,
     )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
     decay_fraction: float = setting(0.2, "'wsd' decays in this last share of all steps", SHARE)

@@ -51,7 +51,7 @@ class LearningRate:
         self.decay_steps = round(args.decay_fraction * total_steps)  # length of wsd's decay
         self.warmup_steps = args.warmup_steps
         if self.warmup_steps is None:
-            self.warmup_steps = min(MAX_DEFAULT_WARMUP, total_steps // 20)
+            self.warmup_steps = min(MAX_DEFAULT_WARMUP, int(args.warmup_fraction * total_steps))
         if (warmup := self.warmup_steps) > total_steps:
             short = f"the whole run has {total_steps} steps, pass fewer"
             raise UsageError(f"--warmup_steps {warmup}: {short}")
@@ -148,6 +148,13 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x
 
 
+def with_equal_rows(x: Tensor) -> Tensor:
+    """Give the rows of each matrix of x (batch, rows, cols) one norm, or the columns if it is wide,
+    as Muon+ does (https://arxiv.org/abs/2602.21545). Each matrix keeps its norm."""
+    norms = x.norm(dim=2 if x.shape[1] >= x.shape[2] else 1, keepdim=True)
+    return x * (norms.square().mean((1, 2), keepdim=True).sqrt() / norms.clamp_min(1e-7))
+
+
 class Update(NamedTuple):
     matrix: Tensor  # (rows, cols), the momentum of the whole matrix
     weights: Tensor  # flat view of the weights that this process updates
@@ -191,7 +198,7 @@ class Muon(torch.optim.AdamW):
             # As adjust_lr_fn="original" in torch.optim.Muon: a tall matrix gets larger updates.
             scale = max(1, rows / cols) ** 0.5
             x = torch.stack([update.matrix.to(self.dtype) for update in batch])
-            for update, matrix in zip(batch, orthogonalize(x), strict=True):
+            for update, matrix in zip(batch, with_equal_rows(orthogonalize(x)), strict=True):
                 direction = matrix.flatten().narrow(0, update.first, update.weights.numel())
                 update.weights.add_(direction, alpha=-group["lr"] * scale)
 

@@ -102,12 +102,12 @@ def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingA
 
 
 def with_own_rates(start: StartingPoint, args: TrainingArguments) -> TrainingArguments:
-    """Return `args` with learning rates as plain numbers. At a resume, those that are not typed are
-    the run's own; the factors of a run that began before they existed are 1."""
+    """Return `args` with learning rates and warm-up as plain numbers. At a resume, those that are
+    not typed are the run's own; what an older run does not have is as in a run from weights."""
     rates = {name: float(getattr(args, name)) for name in FROM_WEIGHTS}
     if "learning_rate" in start.arguments:
         untyped = [name for name in rates if isinstance(getattr(args, name), Default)]
-        rates |= {name: start.arguments.get(name, 1.0) for name in untyped}
+        rates |= {name: float(start.arguments.get(name, FROM_WEIGHTS[name])) for name in untyped}
     return replace(args, **rates)
 
 

@@ -54,16 +54,18 @@ class Reference(NamedTuple):
 
 @torch.no_grad()
 def step_by_muon(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float) -> None:
-    """Take a step of Muon (https://kellerjordan.github.io/posts/muon/) with weight decay 0.1."""
+    """Take a step of Muon (https://kellerjordan.github.io/posts/muon/) with weight decay 0.1, and
+    with rows (columns of a wide matrix) of equal norms."""
     momentum.mul_(0.95).add_(matrix.grad, alpha=0.05)
     update = 0.05 * matrix.grad + 0.95 * momentum
     rows, cols = matrix.shape
-    x = update.T if rows > cols else update
+    x = update.T if rows >= cols else update
     x = x / x.norm()
     for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    x = x.T if rows > cols else x
+    x = x * (x.norm() / x.shape[1] ** 0.5 / x.norm(dim=0))
+    x = x.T if rows >= cols else x
     matrix -= rate * 0.1 * matrix + rate * max(1, rows / cols) ** 0.5 * x
 
 
