@@ -11,7 +11,6 @@ from typing import Any
 
 from common.errors import TooLittleMemoryError
 from common.numbers import counted
-from training.rates import default_rates
 
 # The shapes to choose from, in order of increasing size: n_layers, dim.
 SHAPES = (
@@ -25,8 +24,6 @@ WITH_TEACHER = 2  # a student's token counts as so many when the shape is chosen
 # A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
 # tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
 BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
-# Beside Muon, AdamW's rate grows with the root of the tokens per step, up to this number.
-MOST_FOR_RATE = 32768
 MIN_STEPS = 20  # minimum micro-batches of a plan, even if they take too long
 EVALUATIONS = 4  # validations in a run
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
@@ -188,34 +185,3 @@ def run_flags(plan: Plan) -> dict[str, Any]:
         "sample_interval": every,
         "save_interval": every,
     }
-
-
-def optimizer_flags(model: Candidate, muon: bool, batch: float = BATCH) -> dict[str, Any]:
-    """Return the flags for the optimizer and schedule of a model with random weights, for steps of
-    `batch` tokens."""
-    optimizer, settings = "muon" if muon else "adamw", model.settings
-    rates = default_rates(optimizer, settings["dim"], settings["tie_embeddings"])
-    # After the warm-up the rates fall in a straight line to 0.
-    schedule = {"lr_schedule": "wsd", "decay_fraction": 1.0, "min_lr_ratio": 0.0}
-    if muon:
-        growth = max(BATCH, min(batch, MOST_FOR_RATE)) / BATCH
-        rates["learning_rate"] = rounded(rates["learning_rate"] * growth**0.5)
-        schedule |= {"muon_learning_rate": 0.03 if model.parameters < 1e7 else 0.02}
-    return {"optimizer": optimizer} | rates | schedule
-
-
-def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:
-    """Return the flags that depend on the passes over the text. Repeated text needs more weight
-    decay, and a larger momentum of Muon."""
-    flags = {"weight_decay": rounded(min(0.5, max(0.1, 0.04 * passes)))}
-    return flags | ({"muon_momentum": 0.95 if passes > 5 else 0.9} if muon else {})
-
-
-def fine_tuning_rate(dim: int) -> float:
-    """Return the learning rate of fine-tuning; above dim 192 it falls with the width."""
-    return rounded(min(2e-3, 2e-3 * (192 / dim) ** 1.5))
-
-
-def rounded(value: float) -> float:
-    """Round to two significant digits."""
-    return float(f"{value:.2g}")

@@ -18,6 +18,7 @@ from engine.compilation import obstacle
 from engine.deepspeed_config import file_of
 from engine.memory import kind_of
 from launch import recipe
+from launch.optimizer_flags import fine_tuning_rate, optimizer_flags, repetition_flags
 from launch.shell_variables import ShellVariables
 from launch.step_times import StepTimes
 from model import ConfigError, LMConfig
@@ -253,15 +254,15 @@ class TimeBudget:
         """Return the flags that depend on the model, the kind of optimizer, and the number of
         tokens in a step."""
         if self.fixed:
-            return {"learning_rate": recipe.fine_tuning_rate(model.settings["dim"])}
-        return model.settings | recipe.optimizer_flags(model, self.muon, batch)
+            return {"learning_rate": fine_tuning_rate(model.settings["dim"])}
+        return model.settings | optimizer_flags(model, self.muon, batch)
 
     def flags(self) -> dict[str, Any]:
         """Return the flags to add to the typed flags."""
         plan = self.plan()
         flags = recipe.run_flags(plan) | self.model_flags(plan.model, plan.tokens / plan.steps)
         if not self.fixed:
-            flags |= recipe.repetition_flags(plan.passes, self.muon)
+            flags |= repetition_flags(plan.passes, self.muon)
         if self.compiles is not None:
             flags["compile"] = "on" if self.compiles else "off"
         if "epochs" in self.typed:

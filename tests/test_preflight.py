@@ -461,6 +461,13 @@ def test_engines_that_support_muon_get_muon(name, flags, monkeypatch):
     assert "muon_learning_rate" not in added
 
 
+def test_a_larger_batch_has_a_higher_rate_beside_muon(packed, monkeypatch):
+    pretend(monkeypatch, seconds=1)
+    typed = ["--data", str(packed), "--max_steps", "9", "--accumulation_steps"]
+    found = [budget_of([*typed, str(n)], monkeypatch).flags() for n in (1, 4)]
+    assert found[1]["learning_rate"] == pytest.approx(2 * found[0]["learning_rate"], rel=0.05)
+
+
 @pytest.mark.parametrize("emulates", [True, False])
 def test_the_launcher_gets_the_engine_the_processes_and_all_flags(packed, monkeypatch, emulates):
     monkeypatch.setattr(preflight, "cpu_emulates_bf16", lambda: emulates)

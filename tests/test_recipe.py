@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from launch.optimizer_flags import MOST_FOR_RATE, optimizer_flags, repetition_flags
 from launch.recipe import (
+    BATCH,
     EVALUATIONS,
     LEAST_STEPS,
     MIN_STEPS,
@@ -14,7 +16,6 @@ from launch.recipe import (
     choose,
     expected_dim,
     plan_for,
-    repetition_flags,
     shape_settings,
 )
 from model import LMConfig
@@ -159,3 +160,11 @@ def test_repeated_text_has_more_weight_decay():
     assert [each["weight_decay"] for each in flags] == [0.1, 0.2, 0.5]
     assert [each["muon_momentum"] for each in flags] == [0.9, 0.9, 0.95]
     assert "muon_momentum" not in repetition_flags(30, muon=False)
+
+
+def test_the_rate_beside_muon_grows_with_the_root_of_the_batch_within_limits():
+    model = Candidate(shape_settings(8, 512, {}), 26e6, 0, 512, 64)
+    batches = (1, BATCH, 4 * BATCH, MOST_FOR_RATE, 10 * MOST_FOR_RATE)
+    rates = [optimizer_flags(model, True, batch)["learning_rate"] for batch in batches]
+    assert rates == [0.015, 0.015, 0.03, 0.042, 0.042]
+    assert len({optimizer_flags(model, False, batch)["learning_rate"] for batch in batches}) == 1

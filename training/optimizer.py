@@ -49,9 +49,8 @@ class LearningRate:
         self.schedule, self.total_steps = args.lr_schedule, total_steps
         self.peak, self.min_ratio = args.learning_rate, args.min_lr_ratio
         self.decay_steps = round(args.decay_fraction * total_steps)  # length of wsd's decay
-        self.warmup_steps = args.warmup_steps
-        if self.warmup_steps is None:
-            self.warmup_steps = min(MAX_DEFAULT_WARMUP, int(args.warmup_fraction * total_steps))
+        default = min(MAX_DEFAULT_WARMUP, int(args.warmup_fraction * total_steps))
+        self.warmup_steps = default if args.warmup_steps is None else args.warmup_steps
         if (warmup := self.warmup_steps) > total_steps:
             short = f"the whole run has {total_steps} steps, pass fewer"
             raise UsageError(f"--warmup_steps {warmup}: {short}")
@@ -195,8 +194,7 @@ class Muon(torch.optim.AdamW):
             torch._foreach_mul_(updated, 1 - group["lr"] * group["weight_decay"])
         for batch in _batches([update for p in updated for update in self._updates(p)]):
             rows, cols = batch[0].matrix.shape
-            # As adjust_lr_fn="original" in torch.optim.Muon: a tall matrix gets larger updates.
-            scale = max(1, rows / cols) ** 0.5
+            scale = max(1, rows / cols) ** 0.5  # as adjust_lr_fn="original" in torch.optim.Muon
             x = torch.stack([update.matrix.to(self.dtype) for update in batch])
             for update, matrix in zip(batch, with_equal_rows(orthogonalize(x)), strict=True):
                 direction = matrix.flatten().narrow(0, update.first, update.weights.numel())

@@ -1,0 +1,43 @@
+"""Compute the flags of the optimizer that run_accelerate.sh uses.
+
+docs/recipe.md has the measurements behind the numbers.
+"""
+
+from typing import Any
+
+from launch.recipe import BATCH, Candidate
+from training.rates import default_rates
+
+# Beside Muon, AdamW's rate grows with the root of the tokens per step, up to this number.
+MOST_FOR_RATE = 32768
+
+
+def optimizer_flags(model: Candidate, muon: bool, batch: float = BATCH) -> dict[str, Any]:
+    """Return the flags for the optimizer and schedule of a model with random weights, for steps of
+    `batch` tokens."""
+    optimizer, settings = "muon" if muon else "adamw", model.settings
+    rates = default_rates(optimizer, settings["dim"], settings["tie_embeddings"])
+    # After the warm-up the rates fall in a straight line to 0.
+    schedule = {"lr_schedule": "wsd", "decay_fraction": 1.0, "min_lr_ratio": 0.0}
+    if muon:
+        growth = max(BATCH, min(batch, MOST_FOR_RATE)) / BATCH
+        rates["learning_rate"] = rounded(rates["learning_rate"] * growth**0.5)
+        schedule |= {"muon_learning_rate": 0.03 if model.parameters < 1e7 else 0.02}
+    return {"optimizer": optimizer} | rates | schedule
+
+
+def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:
+    """Return the flags that depend on the passes over the text. Repeated text needs more weight
+    decay, and a larger momentum of Muon."""
+    flags = {"weight_decay": rounded(min(0.5, max(0.1, 0.04 * passes)))}
+    return flags | ({"muon_momentum": 0.95 if passes > 5 else 0.9} if muon else {})
+
+
+def fine_tuning_rate(dim: int) -> float:
+    """Return the learning rate of fine-tuning; above dim 192 it falls with the width."""
+    return rounded(min(2e-3, 2e-3 * (192 / dim) ** 1.5))
+
+
+def rounded(value: float) -> float:
+    """Round to two significant digits."""
+    return float(f"{value:.2g}")
