@@ -34,8 +34,8 @@ from training.set_up import run_program, select_engine, set_up_together
 # share the other flags, most of which concern the batches, the process, or when to log and save.
 OWN = {
     *("run_name", "init_from", "deepspeed", "compile", "gradient_checkpointing"),
-    *("embedding_lr_factor", "output_lr_factor"),
-    *("optimizer", "learning_rate", "muon_learning_rate", "lr_schedule", "warmup_steps"),
+    *FROM_WEIGHTS,
+    *("optimizer", "muon_learning_rate", "lr_schedule", "warmup_steps"),
     *("min_lr_ratio", "decay_fraction", "weight_decay", "beta1", "beta2", "muon_momentum"),
     *("grad_clip", "max_bad_steps", "sample_prompt", "sample_tokens"),
 }

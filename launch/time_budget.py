@@ -23,6 +23,7 @@ from launch.shell_variables import ShellVariables
 from launch.step_times import StepTimes
 from model import ConfigError, LMConfig
 from training.inputs import Inputs, shapes_of
+from training.rates import FROM_WEIGHTS
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
 # The launch is assumed to take LAUNCH_SHARE times the seconds of preflight before its first choice
@@ -267,4 +268,6 @@ class TimeBudget:
             flags["compile"] = "on" if self.compiles else "off"
         if "epochs" in self.typed:
             del flags["max_steps"]
-        return {name: value for name, value in flags.items() if name not in self.typed}
+        # A typed rate is that of all layers, as without this recipe.
+        typed = self.typed.keys() | (FROM_WEIGHTS if "learning_rate" in self.typed else {})
+        return {name: value for name, value in flags.items() if name not in typed}

@@ -16,15 +16,8 @@ CHOICES = [item.name for item in FLAGS if item.metadata.get("choices")]
 ZERO_ALLOWED = {
     *("save_minutes", "keep_last", "sample_interval", "warmup_steps", "weight_decay", "grad_clip"),
     *("eval_interval", "eval_samples", "save_interval", "num_workers", "seed", "sample_tokens"),
-    *(
-        "warmup_fraction",
-        "min_lr_ratio",
-        "decay_fraction",
-        "beta1",
-        "beta2",
-        "muon_momentum",
-        "dropout",
-    ),
+    *("min_lr_ratio", "decay_fraction", "beta1", "beta2", "muon_momentum", "dropout"),
+    "warmup_fraction",
     *("n_shared_experts", "router_aux_loss"),
 }
 

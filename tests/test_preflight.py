@@ -31,6 +31,7 @@ from training import measurement
 from training.arguments import TrainingArguments, build_parser, parse_arguments
 from training.inputs import shapes_of
 from training.measurement import StepTime
+from training.rates import FROM_WEIGHTS
 from training.resume import run_identity
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
@@ -389,7 +390,8 @@ def test_nothing_is_measured_if_the_typed_flags_decide_the_steps(flags, monkeypa
     typed = [*flags, "--max_steps", "7", "--learning_rate", "0.5"]
     added = budget_of(typed, monkeypatch).flags()
     assert asked == []
-    assert not added.keys() & {"max_steps", "learning_rate", "dim", "n_layers"}
+    assert not added.keys() & {"max_steps", "dim", "n_layers"}
+    assert not added.keys() & FROM_WEIGHTS.keys()  # a typed rate is that of all layers
     assert added["muon_learning_rate"] == 0.03
 
 

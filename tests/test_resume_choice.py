@@ -15,7 +15,12 @@ from engine.engine import Engine
 from model import LMConfig
 from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
 from storage.folder import RunFolder, lock, read_settings, release_locks
-from training.arguments import DistillationArguments, TrainingArguments, parse_arguments
+from training.arguments import (
+    DistillationArguments,
+    SFTArguments,
+    TrainingArguments,
+    parse_arguments,
+)
 from training.inputs import shapes_of
 from training.rates import FROM_WEIGHTS, default_rates
 from training.resume import (
@@ -243,14 +248,14 @@ def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path)
 def test_a_resumed_run_keeps_its_rates_unless_they_are_typed():
     """An old run has the same rate for all layers; a run from weights has that of its weights."""
 
-    def rates(flags: str, saved: dict) -> tuple:
-        args, _ = parse_arguments(["--no-tie_embeddings", *flags.split()])
+    def rates(flags: str, saved: dict, kind=TrainingArguments) -> tuple:
+        args, _ = parse_arguments(flags.split(), kind)
         own = with_own_rates(StartingPoint(RunFolder(Path("run")), arguments=saved), args)
         values = [getattr(own, name) for name in FROM_WEIGHTS]
         assert {type(value) for value in values} == {float}  # checkpoints hold plain numbers
         return tuple(values)
 
-    new = tuple(default_rates("adamw", LMConfig.dim, tied=False).values())
+    new = tuple(default_rates("adamw", LMConfig.dim, LMConfig.tie_embeddings).values())
     assert rates("", {}) == new
     assert rates("", {"learning_rate": 7e-4}) == (7e-4, 1, 1, 0.05)
     saved = {"learning_rate": 7e-4, "embedding_lr_factor": 3.0, "output_lr_factor": 2.0}
@@ -259,6 +264,8 @@ def test_a_resumed_run_keeps_its_rates_unless_they_are_typed():
     assert rates("--learning_rate 1e-3", saved) == (1e-3, 3, 2, 0.25)
     assert rates("--output_lr_factor 5", saved) == (7e-4, 3, 5, 0.25)
     assert rates("--warmup_fraction 0.1", saved) == (7e-4, 3, 2, 0.1)
+    assert rates("", saved, SFTArguments) == (7e-4, 3, 2, 0.25)
+    assert rates("", {}, SFTArguments) == (1e-4, 1, 1, 0.05)
 
 
 @pytest.mark.parametrize(("processes", "accumulation_steps"), [(2, 3), (3, 2)])

@@ -20,7 +20,7 @@ from model.config import LMConfig, setting
 from model.lora import LoRA, add_lora
 from model.recompute import RECOMPUTE
 from storage.find import DISTILLATION, PRETRAINING
-from training.rates import FROM_WEIGHTS, default_rates
+from training.rates import FROM_WEIGHTS, Default, default_rates
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -77,7 +77,7 @@ class TrainingArguments:
     learning_rate: float | None = setting(
         None,
         "peak learning rate of AdamW (default: 0.576 / dim in a new model, beside Muon "
-        "0.34 / √dim; 5e-4 from existing weights)",
+        "0.23 / √dim, 0.34 / √dim if untied; 5e-4 from existing weights)",
         POSITIVE,
     )
     embedding_lr_factor: float | None = setting(
@@ -96,12 +96,13 @@ class TrainingArguments:
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
     lr_schedule: str = setting("cosine", "decay after warm-up", choices=SCHEDULES)
     warmup_steps: int | None = setting(
-        None, "steps of linear warm-up (default: --warmup_fraction, at most 2000)", AT_LEAST_0
+        None, "steps of linear warm-up (default: by --warmup_fraction)", AT_LEAST_0
     )
     warmup_fraction: float | None = setting(
         None,
-        "warm-up as a share of all steps (default: 0.25 in a new model, 0.05 beside Muon, from "
-        "existing weights, or if --learning_rate is typed)",
+        "share of the steps for the warm-up, at most 2000 steps; --warmup_steps overrides it "
+        "(default: 0.25 in a new model, 0.05 beside Muon, from existing weights, or if "
+        "--learning_rate is typed)",
         SHARE,
     )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
@@ -208,7 +209,7 @@ class SFTArguments(TrainingArguments):
     )
     init_from: str = changed("init_from", "auto")
     epochs: int = changed("epochs", 3)
-    learning_rate: float = changed("learning_rate", 1e-4, "peak learning rate of AdamW")
+    learning_rate: float = changed("learning_rate", Default(1e-4), "peak learning rate of AdamW")
 
     lora_dim: int | None = setting(
         None, "rank of LoRA adapters; adapted matrices are frozen", AT_LEAST_1, group="adapters"

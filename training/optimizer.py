@@ -149,7 +149,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 def with_equal_rows(x: Tensor) -> Tensor:
     """Give the rows of each matrix of x (batch, rows, cols) one norm, or the columns if it is wide,
-    as Muon+ does (https://arxiv.org/abs/2602.21545). Each matrix keeps its norm."""
+    as Muon+ does (https://arxiv.org/abs/2602.21545). Without zero rows it keeps its norm."""
     norms = x.norm(dim=2 if x.shape[1] >= x.shape[2] else 1, keepdim=True)
     return x * (norms.square().mean((1, 2), keepdim=True).sqrt() / norms.clamp_min(1e-7))
 
