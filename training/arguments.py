@@ -82,9 +82,8 @@ class TrainingArguments:
     )
     embedding_lr_factor: float | None = setting(
         None,
-        "learning rate of the input embedding (tied or not), as a multiple of AdamW's (default: "
-        "10 in a new model, 3 beside Muon; 1 if tied beside Muon, from existing weights, or if "
-        "--learning_rate is typed)",
+        "the embedding's learning rate, as a multiple of AdamW's (default: 10 in a new model, 3 "
+        "beside Muon; 1 if tied beside Muon, from weights, or if --learning_rate is typed)",
         POSITIVE,
     )
     output_lr_factor: float | None = setting(
@@ -95,21 +94,16 @@ class TrainingArguments:
     )
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
     lr_schedule: str = setting("cosine", "decay after warm-up", choices=SCHEDULES)
-    warmup_steps: int | None = setting(
-        None, "steps of linear warm-up (default: by --warmup_fraction)", AT_LEAST_0
-    )
+    warmup_steps: int | None = setting(None, "warm-up (default: --warmup_fraction)", AT_LEAST_0)
     warmup_fraction: float | None = setting(
         None,
-        "share of the steps for the warm-up, at most 2000 steps; --warmup_steps overrides it "
-        "(default: 0.25 in a new model, 0.05 beside Muon, from existing weights, or if "
-        "--learning_rate is typed)",
+        "warm-up as a share of all steps, at most 2000 steps (default: 0.25 in a new model, 0.05 "
+        "beside Muon, from weights, or if --learning_rate is typed)",
         SHARE,
     )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
     decay_fraction: float = setting(0.2, "'wsd' decays in this last share of all steps", SHARE)
-    weight_decay: float = setting(
-        0.1, "each step multiplies matrices by 1 - learning rate × weight_decay", AT_LEAST_0
-    )
+    weight_decay: float = setting(0.1, "a step multiplies matrices by 1 - rate × this", AT_LEAST_0)
     beta1: float = setting(0.9, "decay rate of AdamW's running mean of gradients", BELOW_1)
     beta2: float = setting(0.95, "decay rate of AdamW's running mean of squared gradients", BELOW_1)
     muon_momentum: float = setting(0.95, "decay rate of Muon's running mean of gradients", BELOW_1)
