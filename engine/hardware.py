@@ -92,13 +92,11 @@ def cpu_emulates_bf16() -> bool:
     """Return whether this CPU multiplies bf16 matrices more slowly than fp32 matrices. Processors
     without bf16 instructions do: they emulate bf16."""
 
-    def seconds(dtype: torch.dtype) -> float:
-        x = torch.ones(256, 256, dtype=dtype)
-        # The shortest of five times counts: other programs may use the CPU.
-        return min(timeit.repeat("x @ x", globals={"x": x}, number=1, repeat=5))
-
-    # Emulated bf16 takes two to four times as long; other programs may disturb the times.
-    return seconds(torch.bfloat16) > 1.3 * seconds(torch.float32)
+    matrices = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    # The shortest times count, and the two products take turns: other programs may use the CPU.
+    times = [[timeit.timeit(lambda x=x: x @ x, number=1) for x in matrices] for _ in range(20)]
+    bf16, fp32 = map(min, zip(*times, strict=True))
+    return bf16 > 1.3 * fp32  # emulated bf16 takes two to four times as long
 
 
 def default_dtype(device_type: str) -> str:

@@ -229,6 +229,19 @@ def test_the_start_block_counts_one_segmentation_as_an_epoch(flags, corpus, tmp_
     assert f"steps: 2 ({2 * 8 / n:.2f} epochs)" in block
 
 
+def test_the_start_block_names_the_rates_of_all_layers(flags, capsys):
+    rates = (
+        "--muon_learning_rate 0.03 --muon_momentum 0.9 --learning_rate 0.02 --lr_schedule linear"
+    )
+    ends = "--embedding_lr_factor 3 --no-tie_embeddings --output_lr_factor 0.5 --min_lr_ratio 0.1"
+    main(flags("a", "--optimizer", "muon", *rates.split(), *ends.split()))
+    block = capsys.readouterr().out
+    muon = "Muon on 14 matrices at learning rate 0.03 and momentum 0.9"
+    rest = "AdamW on the rest, embedding at 3 × its rate, output layer at 0.5 × its rate"
+    assert f"optimizer: {muon}, {rest}\n" in block
+    assert "learning rate 0.02 after 0 warm-up steps, linear, 0.002 in the last step\n" in block
+
+
 def test_an_interrupted_main_saves_and_says_how_to_resume(flags, tmp_path, capsys, monkeypatch):
     run, steps, clip = tmp_path / "a", [], Run.clip_gradients
 

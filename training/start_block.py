@@ -44,8 +44,13 @@ def start_block(run: Run) -> str:
         optimizer = "PyTorch's AdamW, not DeepSpeed's, which needs ninja and a C++ compiler"
     if args.optimizer == "muon":
         n_matrices = sum(p.shape[:-2].numel() for p in muon_matrices(inputs.shapes))
-        matrices = f"Muon on {n_matrices} matrices at learning rate"
-        optimizer = f"{matrices} {args.muon_learning_rate:g}, AdamW on the rest"
+        matrices = f"Muon on {n_matrices} matrices at learning rate {args.muon_learning_rate:g}"
+        optimizer = f"{matrices} and momentum {args.muon_momentum:g}, AdamW on the rest"
+    factors = {"embedding": args.embedding_lr_factor}
+    if not inputs.config.tie_embeddings:
+        factors["output layer"] = args.output_lr_factor
+    for layer, factor in factors.items():
+        optimizer += f", {layer} at {factor:g} × its rate" if factor != 1 else ""
     precision = matrix_precision(run.accelerator.mixed_precision)
     if engine.kind.stage and not engine.kind.fp32_sums and args.dtype != "float32":
         precision += ", gradients added up in 16 bits too"
@@ -84,7 +89,7 @@ def start_block(run: Run) -> str:
         "processes)",
         "steps": f"{rate.total_steps:,} ({epochs:.2f} epochs), "
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
-        f"{rate.schedule}",
+        f"{rate.schedule}, {rate(rate.total_steps):g} in the last step",
         "memory": f"about {memory(expected.peak)} per process expected{offloaded}, plus "
         "up to 1 GiB for Python and PyTorch",
         "teacher": teacher,
