@@ -73,7 +73,7 @@ class TokenStream(Dataset):
         """Mean number of tokens in a sample, without padding."""
         return self.seq_len if self.lengths is None else float(self.lengths.mean())
 
-    def _read(self, start: int, length: int) -> Tensor:
+    def read(self, start: int, length: int) -> Tensor:
         """Return `length` tokens from position `start` of the stream, int64 (length,)."""
         end = start + length
         first = np.searchsorted(self._starts, start, side="right") - 1
@@ -112,7 +112,7 @@ class PackedDataset(TokenStream):
         """Return (tokens, targets), both int64 (seq_len,). Raises UsageError for damaged data."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        window = self._read(i * self.seq_len, self.seq_len + 1)
+        window = self.read(i * self.seq_len, self.seq_len + 1)
         return window[:-1], window[1:]
 
     def documents_of(self, samples: Sequence[int], bos_id: int) -> np.ndarray:
@@ -121,6 +121,29 @@ class PackedDataset(TokenStream):
         begins = [start + np.flatnonzero(shard == bos_id) for start, shard in shards]
         positions = np.asarray(samples, np.int64) * self.seq_len
         return np.searchsorted(np.concatenate(begins), positions, side="right") - 1
+
+
+class WithNoise(Dataset):
+    """The samples of a text in several segmentations, with a `share` of the input tokens replaced
+    by tokens from elsewhere in the text. This makes it harder to memorise the text (Xie et al.,
+    https://arxiv.org/abs/1703.02573). The targets and the first segmentation stay as they are.
+    A sample has the same noise each time that it is read; `seed` and its index decide it."""
+
+    def __init__(self, text: PackedDataset, share: float, seed: int):
+        self.text, self.share, self.seed = text, share, seed
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return (tokens, targets), both int64 (seq_len,). Raises UsageError for damaged data."""
+        tokens, targets = self.text[i]
+        if i < self.text.n_first:
+            return tokens, targets
+        random = np.random.default_rng((self.seed, i))
+        others = self.text.read(random.integers(self.text.n_tokens - len(tokens)), len(tokens))
+        replaced = torch.from_numpy(random.random(len(tokens)) < self.share)
+        return torch.where(replaced, others, tokens), targets
 
 
 class ConversationSet(TokenStream):
@@ -170,7 +193,7 @@ class ConversationSet(TokenStream):
             raise IndexError(f"row {i} of {len(self)}")
         answers = self._answers[self._first[i] : self._end[i]]
         begin = answers[0, 0]
-        row = self._read(begin, int(self.lengths[i]) + 1)
+        row = self.read(begin, int(self.lengths[i]) + 1)
         targets = torch.full_like(row, IGNORE_INDEX)
         for start, end in (answers[:, 1:] - begin).tolist():
             targets[start:end] = row[start:end]

@@ -18,7 +18,12 @@ from engine.compilation import obstacle
 from engine.deepspeed_config import file_of
 from engine.memory import kind_of
 from launch import recipe
-from launch.optimizer_flags import fine_tuning_rate, optimizer_flags, repetition_flags
+from launch.optimizer_flags import (
+    fine_tuning_rate,
+    optimizer_flags,
+    repetition_flags,
+    token_noise,
+)
 from launch.shell_variables import ShellVariables
 from launch.step_times import StepTimes
 from model import ConfigError, LMConfig
@@ -264,6 +269,9 @@ class TimeBudget:
         flags = recipe.run_flags(plan) | self.model_flags(plan.model, plan.tokens / plan.steps)
         if not self.fixed:
             flags |= repetition_flags(plan.passes, self.muon)
+            # Data of older versions mix the segmentations; students were not measured.
+            if self.inputs.train_set.n_first and not self.inputs.teacher:
+                flags["token_noise"] = token_noise(plan.passes)
         if self.compiles is not None:
             flags["compile"] = "on" if self.compiles else "off"
         if "epochs" in self.typed:

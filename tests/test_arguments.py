@@ -17,7 +17,7 @@ ZERO_ALLOWED = {
     *("save_minutes", "keep_last", "sample_interval", "warmup_steps", "weight_decay", "grad_clip"),
     *("eval_interval", "eval_samples", "save_interval", "num_workers", "seed", "sample_tokens"),
     *("min_lr_ratio", "decay_fraction", "beta1", "beta2", "muon_momentum", "dropout"),
-    "warmup_fraction",
+    *("warmup_fraction", "token_noise"),
     *("n_shared_experts", "router_aux_loss"),
 }
 
@@ -61,7 +61,10 @@ def test_a_wrong_number_is_refused_in_a_message_that_names_its_flag(name):
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        *((f"--{name}=1", name) for name in ("beta1", "beta2", "muon_momentum", "dropout")),
+        *(
+            (f"--{name}=1", name)
+            for name in ("beta1", "beta2", "muon_momentum", "dropout", "token_noise")
+        ),
         *((f"--{name}=1.01", name) for name in ("min_lr_ratio", "decay_fraction")),
         *((f"--{name}=nonsense", name) for name in CHOICES),
         ("--profile=yes", "profile"),

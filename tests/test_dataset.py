@@ -1,11 +1,12 @@
 import json
+import pickle
 
 import numpy as np
 import pytest
 import torch
 
 from common.errors import UsageError
-from data.dataset import PackedDataset
+from data.dataset import PackedDataset, WithNoise
 from data.shards import ShardWriter, token_dtype
 
 
@@ -78,3 +79,31 @@ def test_a_sample_belongs_to_the_document_in_which_it_begins(tmp_path):
         dataset = PackedDataset(tmp_path, "train", 3)
         assert dataset.documents_of(range(len(dataset)), bos).tolist() == [0, 0, 1, 2, 2]
         assert dataset.documents_of([4, 1], bos).tolist() == [2, 0]
+
+
+def test_noise_replaces_a_share_of_the_input_tokens_but_none_of_the_first_segmentation(tmp_path):
+    folder = make_folder(tmp_path, [np.arange(60_001)], 70_000)
+    description = json.loads((folder / "dataset.json").read_text())
+    description["splits"]["train"]["first_tokens"] = 20_000
+    (folder / "dataset.json").write_text(json.dumps(description))
+    clean = PackedDataset(folder, "train", 1000)
+    noisy, other_seed = (WithNoise(clean, 0.1, seed) for seed in (42, 1))
+    assert (len(noisy), clean.n_first) == (60, 20)
+    shares, places, sources = [], set(), []
+    for i, (tokens, targets) in enumerate(clean):
+        found, same_targets = noisy[i]
+        assert torch.equal(targets, same_targets)
+        changed = found != tokens
+        shares.append(changed.float().mean().item())
+        places.add(tuple(changed.nonzero().flatten().tolist()))
+        sources += found[changed].tolist()
+        assert torch.equal(other_seed[i][0], tokens) is (i < 20)
+    assert shares[:20] == [0] * 20
+    assert all(0.05 < share < 0.15 for share in shares[20:])
+    assert sum(shares[20:]) / 40 == pytest.approx(0.1, abs=0.01)
+    assert len(places) == 41  # each sample has noise at other places
+    assert np.mean(sources) == pytest.approx(30_000, abs=6_000)  # from the whole text
+    again = pickle.loads(pickle.dumps(noisy))  # as in a process that reads batches
+    for i in (59, 30):
+        assert torch.equal(again[i][0], noisy[i][0])
+        assert not torch.equal(other_seed[i][0], noisy[i][0])

@@ -149,6 +149,15 @@ def test_an_epoch_is_one_pass_over_a_text_in_several_segmentations(corpus, tmp_p
         assert again.total_steps == math.ceil(2 * samples / 8)
 
 
+def test_noise_needs_several_segmentations(corpus, packed, tmp_path):
+    data = pack(corpus, tmp_path / "data", segmentations=3)
+    assert inputs("--token_noise 0.1", data).args.token_noise == 0.1
+    with pytest.raises(
+        UsageError, match=r"--token_noise 0.1 needs a text in several segmentations"
+    ):
+        inputs("--token_noise 0.1", packed)
+
+
 def test_a_validation_split_without_a_fitting_row_gives_no_validation_set(tmp_path, packed):
     """All conversations of the split are too long."""
     folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(30, 3)])])

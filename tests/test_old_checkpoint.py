@@ -24,9 +24,7 @@ FLAGS = (
 LOSSES = [5.654646396636963, 5.625202655792236]
 
 
-def test_a_run_resumes_from_an_old_checkpoint_with_the_losses_of_the_old_version(
-    tmp_path, monkeypatch
-):
+def test_a_run_resumes_from_an_old_checkpoint_and_loses_nothing_of_its_state(tmp_path, monkeypatch):
     # The old version left the rows of Muon's updates as they were.
     monkeypatch.setattr("training.optimizer.with_equal_rows", lambda x: x)
     run = tmp_path / "run"

@@ -262,6 +262,22 @@ def test_a_small_text_keeps_one_matrix_for_both_ends(flags, monkeypatch, segment
     assert not any(model.settings["tie_embeddings"] for model in made.models())
 
 
+@pytest.mark.parametrize(
+    ("n_first", "more", "noise"),
+    [(9, {}, True), (0, {}, False), (9, {"source": 1}, False), (9, {"teacher": 1}, False)],
+)
+def test_a_new_model_gets_noise_in_a_text_in_several_segmentations(
+    flags, monkeypatch, n_first, more, noise
+):
+    made = budget_of(flags, monkeypatch)
+    pretend(monkeypatch, seconds=1)
+    plan = made.plan()
+    monkeypatch.setattr(made, "plan", lambda: plan)
+    made.inputs.train_set.n_first = n_first
+    made.inputs, made.fixed = replace(made.inputs, **more), "source" in more
+    assert ("token_noise" in made.flags()) is noise
+
+
 def test_a_model_that_does_not_fit_is_no_candidate(packed, monkeypatch):
     typed = ["--data", str(packed)]
     for free, largest in ((2**40, 2048), (2 * GIB, 512), (0, 64)):

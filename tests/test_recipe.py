@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.optimizer_flags import MOST_FOR_RATE, optimizer_flags, repetition_flags
+from launch.optimizer_flags import MOST_FOR_RATE, optimizer_flags, repetition_flags, token_noise
 from launch.recipe import (
     BATCH,
     EVALUATIONS,
@@ -160,6 +160,10 @@ def test_repeated_text_has_more_weight_decay():
     assert [each["weight_decay"] for each in flags] == [0.1, 0.2, 0.5]
     assert [each["muon_momentum"] for each in flags] == [0.9, 0.9, 0.95]
     assert "muon_momentum" not in repetition_flags(30, muon=False)
+
+
+def test_noise_grows_with_the_passes_over_a_text_in_segmentations():
+    assert [token_noise(passes) for passes in (1.5, 6, 15, 30)] == [0.01, 0.04, 0.1, 0.1]
 
 
 def test_the_rate_beside_muon_grows_with_the_root_of_the_batch_within_limits():

@@ -1,6 +1,7 @@
 """Warnings before training, with amounts of memory that the tests set. main(argv) restores signal
 handlers, sys.argv and the environment when it returns."""
 
+import json
 import math
 import os
 import re
@@ -227,6 +228,22 @@ def test_the_start_block_counts_one_segmentation_as_an_epoch(flags, corpus, tmp_
     n = math.ceil(len(PackedDataset(data, "train", 32)) / 3)
     assert f" tokens, {n:,} sequences in 3 segmentations, 32 tokens each" in block
     assert f"steps: 2 ({2 * 8 / n:.2f} epochs)" in block
+
+
+def test_noise_is_the_same_however_a_step_is_divided(flags, corpus, tmp_path, capsys):
+    data = pack(corpus, tmp_path / "data", val_fraction=0, segmentations=3)
+
+    def losses(name: str, *more: str) -> list[float]:
+        main(flags(name, "--data", str(data), "--max_steps", "3", "--dtype", "float32", *more))
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return [row["loss"] for row in rows if "loss" in row]
+
+    noise = ("--token_noise", "0.3")
+    clean, noisy = losses("clean"), losses("noisy", *noise)
+    assert "; noise of 0.3 in all segmentations but the first" in capsys.readouterr().out
+    assert not any(a == pytest.approx(b, abs=1e-4) for a, b in zip(clean, noisy, strict=True))
+    divided = ["--batch_size", "2", "--accumulation_steps", "4", "--num_workers", "1"]
+    assert losses("divided", *noise, *divided) == pytest.approx(noisy, abs=1e-4)
 
 
 def test_the_start_block_names_the_rates_of_all_layers(flags, capsys):

@@ -108,9 +108,7 @@ class TrainingArguments:
     beta2: float = setting(0.95, "decay rate of AdamW's running mean of squared gradients", BELOW_1)
     muon_momentum: float = setting(0.95, "decay rate of Muon's running mean of gradients", BELOW_1)
     grad_clip: float = setting(1.0, "clip the gradient to this norm; 0: no clipping", AT_LEAST_0)
-    max_bad_steps: int = setting(
-        20, "stop after this many steps in a row with a non-finite gradient", AT_LEAST_1
-    )
+    max_bad_steps: int = setting(20, "stop after so many non-finite gradients in a row", AT_LEAST_1)
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
     tf32: bool = setting(False, "faster float32 matrix products on NVIDIA GPUs, with TF32 inputs")
     compile: str = setting(
@@ -131,6 +129,7 @@ class TrainingArguments:
     gradient_checkpointing: str = setting(
         "off", "save memory by recomputing blocks in backward", choices=RECOMPUTE, alone="blocks"
     )
+    token_noise: float = setting(0.0, "share of input tokens replaced at random", BELOW_1)
     seed: int = setting(42, "seed of initial weights, data order, dropout and samples", SEED)
 
     log_interval: int = setting(10, "steps between log lines", AT_LEAST_1, group="reports")

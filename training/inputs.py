@@ -112,6 +112,9 @@ def find_inputs(
             require_same_tokenizer(source, train_set)
         if teacher:
             teacher.require_fit(train_set, engine)
+        if filled.token_noise and (teacher or not train_set.n_first):
+            needs = "a text in several segmentations (docs/data.md) and no teacher"
+            raise UsageError(f"--token_noise {filled.token_noise:g} needs {needs}")
         config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
         require_fitting_flags(filled, config)
         return train_set, val_set, shapes_of(config, filled)

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from common.errors import UsageError
+from data.dataset import WithNoise
 from data.order import LengthSampler, MicroBatchSampler
 from data.shards import TEXT
 from data.tokenizer import open_tokenizer
@@ -72,8 +73,11 @@ def read_batches(inputs: Inputs, engine: Engine) -> Iterator[MicroBatch]:
     device = engine.accelerator.device
     on_gpu = device.type == "cuda"
     collate = getattr(inputs.train_set, "collate", None)
+    samples: Dataset = inputs.train_set
+    if share := inputs.args.token_noise:
+        samples = WithNoise(inputs.train_set, share, inputs.args.seed)
     loader = DataLoader(
-        inputs.train_set,
+        samples,
         batch_sampler=sample_order(inputs, engine),
         num_workers=inputs.args.num_workers,
         collate_fn=collate and partial(collate, on_gpu=on_gpu),

@@ -33,6 +33,8 @@ def start_block(run: Run) -> str:
         read = f"{data.n_tokens:,} tokens, {ways}, {data.seq_len} tokens each"
     if data.lengths is not None:
         rows, read = "conversations", data.summary
+    if args.token_noise:
+        read += f"; noise of {args.token_noise:g} in all segmentations but the first"
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,} {rows}"
     epochs = rate.total_steps * batch / inputs.samples_per_epoch
