@@ -94,7 +94,7 @@ class TrainingArguments:
     )
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
     lr_schedule: str = setting("cosine", "decay after warm-up", choices=SCHEDULES)
-    warmup_steps: int | None = setting(None, "warm-up (default: --warmup_fraction)", AT_LEAST_0)
+    warmup_steps: int | None = setting(None, "warm-up steps (default: by a share)", AT_LEAST_0)
     warmup_fraction: float | None = setting(
         None,
         "warm-up as a share of all steps, at most 2000 steps (default: 0.25 in a new model, 0.05 "
