@@ -34,7 +34,8 @@ def start_block(run: Run) -> str:
     if data.lengths is not None:
         rows, read = "conversations", data.summary
     if args.token_noise:
-        read += f"; noise of {args.token_noise:g} in all segmentations but the first"
+        share = f"{args.token_noise:g} of the input tokens replaced"
+        read += f"; {share}, except in the first segmentation"
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,} {rows}"
     epochs = rate.total_steps * batch / inputs.samples_per_epoch
