@@ -226,7 +226,7 @@ def test_the_start_block_counts_one_segmentation_as_an_epoch(flags, corpus, tmp_
     main(flags("a", "--data", str(data)))
     block = capsys.readouterr().out
     n = math.ceil(len(PackedDataset(data, "train", 32)) / 3)
-    assert f" tokens, {n:,} sequences in 3 segmentations, 32 tokens each" in block
+    assert f" tokens in 3 segmentations, an epoch is {n:,} sequences of 32" in block
     assert f"steps: 2 ({2 * 8 / n:.2f} epochs)" in block
 
 

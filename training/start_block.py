@@ -29,8 +29,8 @@ def start_block(run: Run) -> str:
     origin = f"{inputs.source.path}, with a new optimizer" if inputs.source else "scratch"
     rows, read = "sequences", f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if (n := inputs.samples_per_epoch) < len(data):
-        ways = f"{n:,} sequences in {data.segmentations} segmentations"
-        read = f"{data.n_tokens:,} tokens, {ways}, {data.seq_len} tokens each"
+        stored = f"{data.n_tokens:,} tokens in {data.segmentations} segmentations"
+        read = f"{stored}, an epoch is {n:,} sequences of {data.seq_len}"
     if data.lengths is not None:
         rows, read = "conversations", data.summary
     if args.token_noise:
