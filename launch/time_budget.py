@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from common.errors import UsageError
+from common.numbers import counted
 from data.prepare import BY_WIDTH, pieces_for
 from data.shards import CONVERSATIONS
 from data.tokenizer import open_tokenizer
@@ -219,7 +220,7 @@ class TimeBudget:
     def describe(self, task: recipe.Task, models: list, plan: recipe.Plan, how: str) -> str:
         """Describe the plan, and name the model that four times the minutes would train."""
         speed = plan.tokens / plan.steps / plan.step_seconds
-        text = f"{plan.model.name}: {plan.steps:,} steps at {speed:,.0f} tokens/s "
+        text = f"{plan.model.name}: {counted(plan.steps, 'steps')} at {speed:,.0f} tokens/s "
         text += f"{how}, {plan.passes:.2g} passes over the data"
         text += "; compiling would not pay" if self.compiles is False else ""
         if self.knows_steps:

@@ -87,12 +87,13 @@ def start_block(run: Run) -> str:
         + (", experts are frozen" if inputs.config.use_moe else ""),
         "optimizer": optimizer,
         "data": f"{args.data}: {read}",
-        "global batch": f"{batch:,} sequences = {batch * data.tokens_per_sample:,.0f} tokens per "
-        f"step ({args.batch_size} × {args.accumulation_steps} accumulation × {engine.processes} "
-        "processes)",
+        "global batch": f"{counted(batch, 'sequences')} = {batch * data.tokens_per_sample:,.0f} "
+        f"tokens per step ({args.batch_size} × {args.accumulation_steps} accumulation × "
+        f"{counted(engine.processes, 'processes')})",
         "steps": f"{rate.total_steps:,} ({epochs:.2f} epochs), "
-        f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
-        f"{rate.schedule}, {rate(rate.total_steps):g} in the last step",
+        f"learning rate {args.learning_rate:g} after "
+        f"{counted(rate.warmup_steps, 'warm-up steps')}, {rate.schedule}, "
+        f"{rate(rate.total_steps):g} in the last step",
         "memory": f"about {memory(expected.peak)} per process expected{offloaded}, plus "
         "up to 1 GiB for Python and PyTorch",
         "teacher": teacher,
