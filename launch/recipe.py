@@ -36,7 +36,7 @@ class Task:
 
     seconds: float  # for training steps and validations
     tokens: float  # training tokens of one pass over the text
-    most_passes: float  # more passes would only memorise the text
+    most_passes: float  # over the text
     validation_tokens: float = 0  # tokens of one validation
     sequences: float | None = None  # about so many per step of all processes; None: tokens decide
     processes: int = 1

@@ -36,7 +36,7 @@ MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
 # (without those for preparing the text). Writing the results is assumed to take END_SECONDS.
 LAUNCH_SHARE, END_SECONDS = 1.5, 4
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
-MOST_PASSES = 10  # over a text; with more passes a model only memorises it
+MOST_PASSES = 10  # over a text, assumed
 MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/encoding.py)
 MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
@@ -227,7 +227,7 @@ class TimeBudget:
             return text
         text = f"{self.minutes:g} min for {text}"
         if plan.passes >= 0.99 * task.most_passes:
-            return f"{text}; more passes would only memorise the data: more text would help"
+            return f"{text}; this is the most that the text allows: more text would help"
         if plan.steps < recipe.LEAST_STEPS:
             text += "; these are few steps: set more MINUTES"
         if better := self.better_vocabulary(plan):

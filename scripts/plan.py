@@ -144,8 +144,8 @@ def describe(options: dict) -> str:
         )
     lines = [
         f"{total / 1e6:.2f} million parameters, {step:,} tokens per step, "
-        f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps",
-        f"{counted(processes, 'processes')} with {limit / GIB:.1f} GiB each, of which "
+        f"{tokens / 1e9:.3g} billion tokens in {counted(round(tokens / step), 'steps')}",
+        f"{counted(processes, 'processes')}, {limit / GIB:.1f} GiB per process, of which "
         f"{OVERHEAD // GIB} for libraries; {name} at {plan.mfu:.0%} MFU",
         f"{counted(machines, 'machines')}; {link} in a machine, {plan.network} between machines, "
         f"{pcie} to RAM",

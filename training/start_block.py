@@ -29,8 +29,8 @@ def start_block(run: Run) -> str:
     origin = f"{inputs.source.path}, with a new optimizer" if inputs.source else "scratch"
     rows, read = "sequences", f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if (n := inputs.samples_per_epoch) < len(data):
-        stored = f"{data.n_tokens:,} tokens in {data.segmentations} segmentations"
-        read = f"{stored}, an epoch is {n:,} sequences of {data.seq_len}"
+        read = f"{data.n_tokens:,} tokens in {data.segmentations} segmentations, "
+        read += f"an epoch is {n:,} sequences of {data.seq_len}"
     if data.lengths is not None:
         rows, read = "conversations", data.summary
     if args.token_noise:
@@ -87,7 +87,7 @@ def start_block(run: Run) -> str:
         + (", experts are frozen" if inputs.config.use_moe else ""),
         "optimizer": optimizer,
         "data": f"{args.data}: {read}",
-        "global batch": f"{counted(batch, 'sequences')} = {batch * data.tokens_per_sample:,.0f} "
+        "global batch": f"{counted(batch, rows)} = {batch * data.tokens_per_sample:,.0f} "
         f"tokens per step ({args.batch_size} × {args.accumulation_steps} accumulation × "
         f"{counted(engine.processes, 'processes')})",
         "steps": f"{rate.total_steps:,} ({epochs:.2f} epochs), "
