@@ -13,6 +13,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from benchmarks.cli import heading, new_parser, table
@@ -23,7 +24,7 @@ from data.prepare import BY_SIZE, pieces_for
 from data.shards import read_description
 from engine.hardware import peak_flops
 from launch import recipe
-from launch.optimizer_flags import optimizer_flags, repetition_flags
+from launch.optimizer_flags import loss_flags, optimizer_flags, repetition_flags
 from launch.step_times import GPU_SHARE
 from launch.time_budget import GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED
 from model import ConfigError
@@ -85,7 +86,7 @@ def row(data: Path, name: str, minutes: int, seed: int, more: str) -> dict:
     settings = recipe.shape_settings(*NAMES[name], {})
     length = settings["max_seq_len"]
     model = candidate(settings, read_description(data)["vocab_size"], recipe.BATCH // length)
-    flags = settings | optimizer_flags(model, muon=True)
+    flags = settings | loss_flags(torch.cuda.is_available()) | optimizer_flags(model, muon=True)
     flags |= repetition_flags(1, muon=True) | {"batch_size": model.rows}
     words = " ".join(as_words(flags))
     speed = train("speed", data, [words, f"{more} --max_steps {SPEED_STEPS}"], seed)

@@ -35,7 +35,7 @@ from benchmarks.trained import Result, train
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.shards import read_description
 from launch import recipe
-from launch.optimizer_flags import optimizer_flags, repetition_flags
+from launch.optimizer_flags import loss_flags, optimizer_flags, repetition_flags
 from model import ConfigError, LMConfig, Transformer
 from training.arguments import as_words
 
@@ -105,6 +105,7 @@ def recipe_flags(data: Path, shape: str, muon: bool) -> str:
     return " ".join(
         as_words(
             settings
+            | loss_flags(torch.cuda.is_available())
             | optimizer_flags(model, muon)
             | repetition_flags(1, muon)
             | {"batch_size": model.rows}

@@ -59,8 +59,10 @@ def compile_blocks(model: Transformer) -> None:
     # torch.compile would split graphs where DDP's buckets end. A block is small: keep it whole.
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit += 8  # several models share this limit
-    for module in (*model.layers, model.norm, model.token_loss):
+    for module in (*model.layers, model.norm):
         module.compile(dynamic=False)
+    # Sampled pieces change their number in each micro-batch.
+    model.token_loss.compile(dynamic=model.sampled_softmax > 1)
 
 
 def obstacle(device: torch.device) -> str | None:

@@ -1,4 +1,4 @@
-"""Compute the flags of the optimizer that run_accelerate.sh uses.
+"""Compute the flags of loss and optimizer that run_accelerate.sh uses.
 
 docs/recipe.md has the measurements behind the numbers.
 """
@@ -10,6 +10,7 @@ from training.rates import default_rates
 
 # Beside Muon, AdamW's rate grows with the root of the tokens per step, up to this number.
 MOST_FOR_RATE = 32768
+SAMPLED_SOFTMAX = 16  # parts of the vocabulary in the loss of a new model on a CPU
 
 
 def optimizer_flags(model: Candidate, muon: bool, batch: float = BATCH) -> dict[str, Any]:
@@ -24,6 +25,12 @@ def optimizer_flags(model: Candidate, muon: bool, batch: float = BATCH) -> dict[
         rates["learning_rate"] = rounded(rates["learning_rate"] * growth**0.5)
         schedule |= {"muon_learning_rate": 0.03 if model.parameters < 1e7 else 0.02}
     return {"optimizer": optimizer} | rates | schedule
+
+
+def loss_flags(on_gpu: bool) -> dict[str, Any]:
+    """Return the flags for the loss of a model with random weights. Sampling was not measured on a
+    GPU, where micro-batches are larger and have more different targets."""
+    return {} if on_gpu else {"sampled_softmax": SAMPLED_SOFTMAX}
 
 
 def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:

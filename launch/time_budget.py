@@ -21,6 +21,7 @@ from engine.memory import kind_of
 from launch import recipe
 from launch.optimizer_flags import (
     fine_tuning_rate,
+    loss_flags,
     optimizer_flags,
     repetition_flags,
     token_noise,
@@ -262,7 +263,9 @@ class TimeBudget:
         tokens in a step."""
         if self.fixed:
             return {"learning_rate": fine_tuning_rate(model.settings["dim"])}
-        return model.settings | optimizer_flags(model, self.muon, batch)
+        # A student compares the teacher's whole vocabulary.
+        of_loss = {} if model.student else loss_flags(self.device.type == "cuda")
+        return model.settings | of_loss | optimizer_flags(model, self.muon, batch)
 
     def flags(self) -> dict[str, Any]:
         """Return the flags to add to the typed flags."""

@@ -23,9 +23,9 @@ class TokenLoss(nn.Module):
     """Cross-entropy in fp32. It is a module, so that it can be compiled separately."""
 
     def forward(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the mean loss of logits (B, T, vocab_size), or with "none" all losses, (B, T)."""
+        """Return the mean loss of logits (B, T, pieces), or with "none" all losses, (B, T)."""
         loss = F.cross_entropy(
-            logits.flatten(0, 1).float(),  # (B · T, vocab_size)
+            logits.flatten(0, 1).float(),  # (B · T, pieces)
             targets.flatten(),
             ignore_index=IGNORE_INDEX,
             reduction=reduction,

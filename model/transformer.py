@@ -17,6 +17,7 @@ from model.config import LMConfig
 from model.experts import Experts
 from model.loss import IGNORE_INDEX, TokenLoss, tokens_at_once
 from model.norm import RMSNorm
+from model.output import OutputLayer, sample_pieces
 from model.recompute import recomputed
 from model.rotary import precompute_pos_cis
 
@@ -81,6 +82,7 @@ class Transformer(nn.Module):
     training or loading, and `cache`, which is for generation."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
+    sampled_softmax = 0  # parts of the vocabulary in a training loss; see model/output.py
 
     def __init__(self, config: LMConfig | None = None):
         super().__init__()
@@ -91,7 +93,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=weight)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = OutputLayer(config.dim, config.vocab_size)
         self.token_loss = TokenLoss()
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
@@ -153,13 +155,22 @@ class Transformer(nn.Module):
 
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> TransformerOutput:
         """Compute the loss from x, (B, T, dim), in chunks of tokens; see model/loss.py."""
-        n_tokens = targets.numel()
-        size = tokens_at_once(self.config.vocab_size, n_tokens, x.device)
+        n_tokens, vocab_size = targets.numel(), self.config.vocab_size
+        size = tokens_at_once(vocab_size, n_tokens, x.device)
+        parts = self.sampled_softmax if self.training else 0
+
+        def logits_of(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            """Return the logits of x, and the places of the targets among them."""
+            if parts < 2:
+                return self.output(x), targets
+            sample = sample_pieces(targets, vocab_size, parts)
+            return self.output(x, sample), sample.targets
+
         if size == n_tokens and reduction == "mean":
-            return TransformerOutput(None, self.token_loss(self.output(x), targets, reduction))
+            return TransformerOutput(None, self.token_loss(*logits_of(x, targets), reduction))
 
         def score(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-            logits = self.output(x)  # (tokens of the chunk, vocab_size)
+            logits, targets = logits_of(x, targets)  # (tokens of the chunk, vocab_size or fewer)
             loss = self.token_loss(logits[None], targets[None], "none")[0]
             return loss, logits.argmax(dim=-1) == targets if reduction == "hits" else None
 

@@ -208,6 +208,19 @@ def test_a_student_takes_data_and_length_of_its_teacher_and_may_not_exceed_the_l
         student(runs, "--data", str(packed), "--max_seq_len", "32")
 
 
+def test_sampling_needs_no_teacher_and_an_output_layer_without_adapters(runs, packed, tmp_path):
+    assert inputs("--sampled_softmax 8", packed).args.sampled_softmax == 8
+    with pytest.raises(UsageError, match="--sampled_softmax 8 needs no teacher"):
+        student(runs, "--data", str(packed), "--sampled_softmax", "8")
+    folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(2, 3)])])
+    shutil.copy(packed / TOKENIZER_FILE, folder)
+    chat = SFTArguments(data=str(folder), init_from=None, lora_dim=2, sampled_softmax=8)
+    settings = {"max_seq_len": 8, "tie_embeddings": False}
+    assert find_inputs(chat, settings, None).shapes.lora.module_name == "layers"
+    with pytest.raises(UsageError, match="an output layer without adapters"):
+        find_inputs(replace(chat, lora_module_name="output"), settings, None)
+
+
 def test_conversations_prepared_by_other_flags_are_used(weights, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     rows = [json.dumps({"prompt": f"{i} + 1", "response": str(i + 1)}) for i in range(40)]

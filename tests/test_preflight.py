@@ -278,6 +278,26 @@ def test_a_new_model_gets_noise_in_a_text_in_several_segmentations(
     assert ("token_noise" in made.flags()) is noise
 
 
+@pytest.mark.parametrize(
+    ("device", "more", "sampled"),
+    [
+        ("cpu", {}, 16),
+        ("cuda", {}, None),
+        ("cpu", {"source": 1}, None),
+        ("cpu", {"teacher": 1}, None),
+    ],
+)
+def test_a_new_model_on_a_cpu_samples_pieces_in_its_loss(flags, monkeypatch, device, more, sampled):
+    made = budget_of(flags, monkeypatch)
+    pretend(monkeypatch, seconds=1)
+    plan = made.plan()
+    plan = replace(plan, model=replace(plan.model, student="teacher" in more))
+    monkeypatch.setattr(made, "plan", lambda: plan)
+    made.device, made.fixed = torch.device(device), "source" in more
+    made.inputs = replace(made.inputs, **more)
+    assert made.flags().get("sampled_softmax") == sampled
+
+
 def test_a_model_that_does_not_fit_is_no_candidate(packed, monkeypatch):
     typed = ["--data", str(packed)]
     for free, largest in ((2**40, 2048), (2 * GIB, 512), (0, 64)):

@@ -47,6 +47,7 @@ def build_model(
     torch.manual_seed(args.seed)  # the same initial weights on every process
     with partitioned_while_built(engine):
         model = Transformer(config)
+        model.sampled_softmax = args.sampled_softmax
         args.adapt(model)  # adds the adapters of LoRA, if any
     # DeepSpeed moves a model to its GPU, but not a divided one.
     model.pos_cis = model.pos_cis.to(accelerator.device)

@@ -26,6 +26,7 @@ from engine.engine import Engine
 from engine.memory import Workload
 from model import LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES
+from model.output import OutputLayer
 from storage.find import PRETRAINING, data_of, name_of
 from storage.weights import WeightsFolder
 from training.arguments import SFTArguments, TrainingArguments
@@ -117,7 +118,11 @@ def find_inputs(
             raise UsageError(f"--token_noise {filled.token_noise:g} needs {needs}")
         config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
         require_fitting_flags(filled, config)
-        return train_set, val_set, shapes_of(config, filled)
+        shapes = shapes_of(config, filled)
+        if filled.sampled_softmax > 1 and (teacher or not isinstance(shapes.output, OutputLayer)):
+            needs = "no teacher, and an output layer without adapters"
+            raise UsageError(f"--sampled_softmax {filled.sampled_softmax} needs {needs}")
+        return train_set, val_set, shapes
 
     train_set, val_set, shapes = on_every_process(engine, open_data)
     identity = run_identity(train_set, filled, processes)

@@ -85,6 +85,10 @@ def start_block(run: Run) -> str:
         and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
         f"{run.work.trained:,} parameters are trained"
         + (", experts are frozen" if inputs.config.use_moe else ""),
+        "loss": f"over the targets of a micro-batch and 1 of {args.sampled_softmax} other pieces, "
+        "which is an estimate; in validation over all pieces"
+        if args.sampled_softmax > 1
+        else None,
         "optimizer": optimizer,
         "data": f"{args.data}: {read}",
         "global batch": f"{counted(batch, rows)} = {batch * data.tokens_per_sample:,.0f} "

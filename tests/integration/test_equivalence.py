@@ -26,6 +26,7 @@ TOLERANCE = 1e-4
 SPLITS = {
     "plain 1 x 24": ("plain", 1, 24, 1),
     "plain 1 x 3 x 8 accumulation": ("plain", 1, 3, 8),
+    "plain 1 x 12 x 2 accumulation": ("plain", 1, 12, 2),
     "DDP 3 x 1 x 8 accumulation": ("ddp", 3, 1, 8),
     "ZeRO-1 2 x 12": ("zero1", 2, 12, 1),
     "ZeRO-2 1 x 24": ("zero2", 1, 24, 1),
@@ -40,8 +41,9 @@ PLAIN, ACCUMULATED, DDP, ZERO_1, ZERO_2 = (
 )
 
 # Ways to train. All clip the gradients; "clipped" changes nothing else.
-HOW = ("clipped", "muon", "masked", "experts", "experts by muon")
+HOW = ("clipped", "muon", "masked", "sampled", "experts", "experts by muon")
 DATASETS = {"masked": MaskedDataset}
+SAMPLED, PARTS = 12, 5  # sequences of a micro-batch and --sampled_softmax, in "sampled"
 # Numbers of experts. AdamW has more than a micro-batch uses. Muon would make the rounding errors of
 # an expert with few tokens as large as the rest of its update. Queries and keys are normalised too.
 EXPERTS = {"experts": 64, "experts by muon": 4}
@@ -71,6 +73,24 @@ def step_by_muon(
     x = x * (x.norm() / x.shape[1] ** 0.5 / x.norm(dim=0))
     x = x.T if rows >= cols else x
     matrix -= rate * 0.1 * matrix + rate * max(1, rows / cols) ** 0.5 * x
+
+
+def loss_of_sampled_pieces(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of micro-batches. A token is compared with the micro-batch's targets and
+    one of PARTS shares of the other pieces."""
+    losses = []
+    for x, y in zip(logits.split(SAMPLED), targets.split(SAMPLED), strict=True):
+        others = torch.isin(torch.arange(x.shape[-1]), y).logical_not().nonzero().flatten()
+        others = others[len(others) % PARTS :]
+        x, y, part = x.flatten(0, 1), y.flatten(), torch.arange(y.numel()) % PARTS
+        logs = torch.zeros_like(x)
+        logs[:, others] = -math.inf
+        for i, share in enumerate(others.view(PARTS, -1)):
+            logs[(part == i)[:, None] & torch.isin(torch.arange(x.shape[-1]), share)] = math.log(
+                PARTS
+            )
+        losses.append(F.cross_entropy(x + logs, y))
+    return torch.stack(losses).mean()
 
 
 def plain_pytorch(data: Path, how: str) -> Reference:
@@ -104,7 +124,10 @@ def plain_pytorch(data: Path, how: str) -> Reference:
         samples = [train_set[i] for i in next(batches)]
         tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
         out = model(tokens)
-        loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+        if how == "sampled":
+            loss = loss_of_sampled_pieces(out.logits, targets)
+        else:
+            loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
         balance = 0.0
         if experts:
             shares = F.one_hot(out.routing.argmax(-1), experts).float().mean(dim=2)
@@ -151,6 +174,8 @@ def start(how: str, name: str, packed: Path, path: Path, more: str = "") -> Trai
     )
     if how.endswith("muon"):
         flags += f" --optimizer muon --muon_learning_rate {MUON_PEAK}"
+    if how == "sampled":
+        flags += f" --sampled_softmax {PARTS}"
     if how in EXPERTS:
         flags += f" --use_moe --n_routed_experts {EXPERTS[how]} --qk_norm"
     if how == "masked":
@@ -188,6 +213,8 @@ def assert_same_end(run: Trained, reference: Reference) -> None:
     [
         *(("clipped", name) for name in (PLAIN, ACCUMULATED, DDP, "ZeRO-2 1 x 24", ZERO_2)),
         *(("clipped", name) for name in (ZERO_1, "ZeRO-3 2 x 12")),
+        *(("sampled", name) for name in ("plain 1 x 12 x 2 accumulation", ZERO_1)),
+        ("sampled", "ZeRO-3 2 x 12"),
         *(("muon", PLAIN), ("muon", ZERO_2)),
         *(("muon", DDP), ("masked", ACCUMULATED), ("masked", ZERO_2), ("experts by muon", ZERO_2)),
         *(("experts", name) for name in (ACCUMULATED, DDP, ZERO_1, ZERO_2, "ZeRO-3 2 x 12")),
@@ -224,8 +251,9 @@ def test_zero_2_reduces_each_gradient_once_per_step(runs, packed, tmp_path):
     assert f"reduced {reduced + 7 * STEPS * n} elements" in each.out  # 8 reductions per step
 
 
-def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
+def test_clipping_muon_sampling_and_masking_have_an_effect(by_hand, packed):
     """If they had no effect, the other tests of this file would prove less."""
+    assert abs(by_hand["sampled"].losses[0] - by_hand["clipped"].losses[0]) > 2 * TOLERANCE
     clipped, muon = (by_hand[how] for how in ("clipped", "muon"))
     assert min(*clipped.grad_norms, *muon.grad_norms) > 2 * CLIPPED
     assert muon.losses[-1] < clipped.losses[-1] - 0.02

@@ -16,6 +16,7 @@ STEPS, FIRST, SECOND = 12, 5, 10  # checkpoints are saved after these steps
 FLAGS = (
     f"--max_steps {STEPS} --save_interval {FIRST} --eval_interval 4 --eval_samples 16 "
     "--dropout 0.1 --dtype bfloat16 --learning_rate 3e-3 --accumulation_steps 2 --keep_last 9 "
+    "--sampled_softmax 4 "
 )
 ENGINES = {
     "plain": ("plain", 1, ""),
