@@ -82,7 +82,7 @@ class Transformer(nn.Module):
     training or loading, and `cache`, which is for generation."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
-    sampled_softmax = 0  # parts of the vocabulary in a training loss; see model/output.py
+    sampled_softmax = 1  # parts of the vocabulary in a training loss; see model/output.py
 
     def __init__(self, config: LMConfig | None = None):
         super().__init__()
@@ -157,11 +157,11 @@ class Transformer(nn.Module):
         """Compute the loss from x, (B, T, dim), in chunks of tokens; see model/loss.py."""
         n_tokens, vocab_size = targets.numel(), self.config.vocab_size
         size = tokens_at_once(vocab_size, n_tokens, x.device)
-        parts = self.sampled_softmax if self.training else 0
+        parts = self.sampled_softmax if self.training else 1
 
         def logits_of(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             """Return the logits of x, and the places of the targets among them."""
-            if parts < 2:
+            if parts == 1:
                 return self.output(x), targets
             sample = sample_pieces(targets, vocab_size, parts)
             return self.output(x, sample), sample.targets

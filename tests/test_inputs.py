@@ -214,6 +214,8 @@ def test_sampling_needs_no_teacher_and_an_output_layer_without_adapters(runs, pa
         student(runs, "--data", str(packed), "--sampled_softmax", "8")
     folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(2, 3)])])
     shutil.copy(packed / TOKENIZER_FILE, folder)
+    description = json.loads((folder / "dataset.json").read_text())
+    (folder / "dataset.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
     chat = SFTArguments(data=str(folder), init_from=None, lora_dim=2, sampled_softmax=8)
     settings = {"max_seq_len": 8, "tie_embeddings": False}
     assert find_inputs(chat, settings, None).shapes.lora.module_name == "layers"
