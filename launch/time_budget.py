@@ -263,8 +263,9 @@ class TimeBudget:
         tokens in a step."""
         if self.fixed:
             return {"learning_rate": fine_tuning_rate(model.settings["dim"])}
-        # A student compares the teacher's whole vocabulary.
-        of_loss = {} if model.student else loss_flags(self.device.type == "cuda")
+        # A student compares the teacher's whole vocabulary. A small text ends the run, not the time.
+        samples = not model.student and self.inputs.train_set.segmentations == 1
+        of_loss = loss_flags(self.device.type == "cuda") if samples else {}
         return model.settings | of_loss | optimizer_flags(model, self.muon, batch)
 
     def flags(self) -> dict[str, Any]:

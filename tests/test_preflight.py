@@ -279,21 +279,25 @@ def test_a_new_model_gets_noise_in_a_text_in_several_segmentations(
 
 
 @pytest.mark.parametrize(
-    ("device", "more", "sampled"),
+    ("device", "segmentations", "more", "sampled"),
     [
-        ("cpu", {}, 16),
-        ("cuda", {}, None),
-        ("cpu", {"source": 1}, None),
-        ("cpu", {"teacher": 1}, None),
+        ("cpu", 1, {}, 16),
+        ("cpu", 20, {}, None),
+        ("cuda", 1, {}, None),
+        ("cpu", 1, {"source": 1}, None),
+        ("cpu", 1, {"teacher": 1}, None),
     ],
 )
-def test_a_new_model_on_a_cpu_samples_pieces_in_its_loss(flags, monkeypatch, device, more, sampled):
+def test_a_new_model_on_a_cpu_samples_pieces_in_its_loss(
+    flags, monkeypatch, device, segmentations, more, sampled
+):
     made = budget_of(flags, monkeypatch)
     pretend(monkeypatch, seconds=1)
     plan = made.plan()
     plan = replace(plan, model=replace(plan.model, student="teacher" in more))
     monkeypatch.setattr(made, "plan", lambda: plan)
     made.device, made.fixed = torch.device(device), "source" in more
+    made.inputs.train_set.segmentations = segmentations
     made.inputs = replace(made.inputs, **more)
     assert made.flags().get("sampled_softmax") == sampled
 
