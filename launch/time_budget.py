@@ -263,7 +263,7 @@ class TimeBudget:
         tokens in a step."""
         if self.fixed:
             return {"learning_rate": fine_tuning_rate(model.settings["dim"])}
-        # A student compares the teacher's whole vocabulary. A small text ends the run, not the time.
+        # A student compares the teacher's whole vocabulary. A small text ends a run, not the time.
         samples = not model.student and self.inputs.train_set.segmentations == 1
         of_loss = loss_flags(self.device.type == "cuda") if samples else {}
         return model.settings | of_loss | optimizer_flags(model, self.muon, batch)
