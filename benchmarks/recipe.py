@@ -86,7 +86,9 @@ def row(data: Path, name: str, minutes: int, seed: int, more: str) -> dict:
     settings = recipe.shape_settings(*NAMES[name], {})
     length = settings["max_seq_len"]
     model = candidate(settings, read_description(data)["vocab_size"], recipe.BATCH // length)
-    flags = settings | loss_flags(torch.cuda.is_available()) | optimizer_flags(model, muon=True)
+    flags = (
+        settings | loss_flags(model, torch.cuda.is_available()) | optimizer_flags(model, muon=True)
+    )
     flags |= repetition_flags(1, muon=True) | {"batch_size": model.rows}
     words = " ".join(as_words(flags))
     speed = train("speed", data, [words, f"{more} --max_steps {SPEED_STEPS}"], seed)

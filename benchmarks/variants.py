@@ -105,7 +105,7 @@ def recipe_flags(data: Path, shape: str, muon: bool) -> str:
     return " ".join(
         as_words(
             settings
-            | loss_flags(torch.cuda.is_available())
+            | loss_flags(model, torch.cuda.is_available())
             | optimizer_flags(model, muon)
             | repetition_flags(1, muon)
             | {"batch_size": model.rows}

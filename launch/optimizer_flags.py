@@ -10,7 +10,7 @@ from training.rates import default_rates
 
 # Beside Muon, AdamW's rate grows with the root of the tokens per step, up to this number.
 MOST_FOR_RATE = 32768
-SAMPLED_SOFTMAX = 16  # parts of the vocabulary in the loss of a new model on a CPU
+SAMPLED_SOFTMAX = 16  # for a new model on a CPU with a micro-batch of BATCH tokens
 
 
 def optimizer_flags(model: Candidate, muon: bool, batch: float = BATCH) -> dict[str, Any]:
@@ -27,10 +27,12 @@ def optimizer_flags(model: Candidate, muon: bool, batch: float = BATCH) -> dict[
     return {"optimizer": optimizer} | rates | schedule
 
 
-def loss_flags(on_gpu: bool) -> dict[str, Any]:
-    """Return the flags for the loss of a model with random weights. Sampling was not measured on a
+def loss_flags(model: Candidate, on_gpu: bool) -> dict[str, Any]:
+    """Return the flags for the loss of a model with random weights. In a small micro-batch each
+    piece is compared with as many tokens as in a large one. --sampled_softmax was not measured on a
     GPU, where micro-batches are larger and have more different targets."""
-    return {} if on_gpu else {"sampled_softmax": SAMPLED_SOFTMAX}
+    parts = min(SAMPLED_SOFTMAX, SAMPLED_SOFTMAX * model.rows * model.length // BATCH)
+    return {} if on_gpu or parts < 2 else {"sampled_softmax": parts}
 
 
 def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:

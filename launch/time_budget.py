@@ -263,9 +263,11 @@ class TimeBudget:
         tokens in a step."""
         if self.fixed:
             return {"learning_rate": fine_tuning_rate(model.settings["dim"])}
-        # A student compares the teacher's whole vocabulary. A small text ends a run, not the time.
-        samples = not model.student and self.inputs.train_set.segmentations == 1
-        of_loss = loss_flags(self.device.type == "cuda") if samples else {}
+        # A student compares the teacher's whole vocabulary. Where the time does not decide how long
+        # a run is, as for most texts in several segmentations, there is no time to gain.
+        several = self.inputs.train_set.segmentations > 1
+        whole = self.inputs.teacher or self.knows_steps or several
+        of_loss = {} if whole else loss_flags(model, self.device.type == "cuda")
         return model.settings | of_loss | optimizer_flags(model, self.muon, batch)
 
     def flags(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from model.rotary import precompute_pos_cis
 
 class TransformerOutput(NamedTuple):
     logits: Tensor | None  # (B, T, vocab_size), with a cache (B, vocab_size); None with targets
-    loss: Tensor | None  # fp32; None if no targets were given
+    loss: Tensor | None  # fp32; None if no targets were given; see `sampled_softmax`
     hits: Tensor | None = None  # (B, T), True where the target was the likeliest token
     # fp32 (n_layers, B, T, E), probabilities of the routed experts; None without experts
     routing: Tensor | None = None
@@ -78,11 +78,11 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
     Its parameters have the names of Llama's own release. To learn the model, skip the
-    meta device, autocast, `recompute`, `lora`, `flops_per_token` and zero.Init, which are for
-    training or loading, and `cache`, which is for generation."""
+    meta device, autocast, `recompute`, `lora`, `sampled_softmax`, `flops_per_token` and zero.Init,
+    which are for training or loading, and `cache`, which is for generation."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
-    sampled_softmax = 1  # parts of the vocabulary in a training loss; see model/output.py
+    sampled_softmax = 1  # above 1, a training loss is an estimate; see model/output.py
 
     def __init__(self, config: LMConfig | None = None):
         super().__init__()
@@ -93,7 +93,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=weight)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = OutputLayer(config.dim, config.vocab_size)
+        self.output = OutputLayer(config.dim, config.vocab_size, bias=False)
         self.token_loss = TokenLoss()
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
@@ -156,8 +156,10 @@ class Transformer(nn.Module):
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> TransformerOutput:
         """Compute the loss from x, (B, T, dim), in chunks of tokens; see model/loss.py."""
         n_tokens, vocab_size = targets.numel(), self.config.vocab_size
-        size = tokens_at_once(vocab_size, n_tokens, x.device)
         parts = self.sampled_softmax if self.training else 1
+        # The most logits of a token: of all pieces, or of all targets and a share of the others.
+        pieces = vocab_size if parts == 1 else min(vocab_size, n_tokens) + vocab_size // parts
+        size = tokens_at_once(pieces, n_tokens, x.device)
 
         def logits_of(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             """Return the logits of x, and the places of the targets among them."""

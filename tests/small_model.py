@@ -1,12 +1,13 @@
-"""Small models for tests."""
+"""Small models for tests, and a loss by hand."""
 
+import math
 from pathlib import Path
 
 import torch
 
 from data.tokenizer import copy_tokenizer
 from formats.portable import save_portable
-from model import LMConfig, Transformer
+from model import IGNORE_INDEX, LMConfig, Transformer
 from model.lora import LoRA, add_lora, is_adapter
 
 
@@ -36,3 +37,21 @@ def adapted(only_lora: bool = True, module_name: str = "layers", **changes) -> T
         if is_adapter(name):
             parameter.data.normal_(0, 0.3)
     return model
+
+
+def loss_of_sampled_pieces(
+    logits: torch.Tensor, targets: torch.Tensor, n_parts: int
+) -> torch.Tensor:
+    """Return the mean loss of logits (tokens, pieces). A token is compared with all targets, and
+    with every n-th of the other pieces, which counts n times. A few others are shared, so that the
+    rest can be divided by n."""
+    shared = sorted(set(targets[targets != IGNORE_INDEX].tolist()))
+    others = [piece for piece in range(logits.shape[1]) if piece not in shared]
+    more = len(others) % n_parts
+    losses = []
+    for i, (row, target) in enumerate(zip(logits, targets.tolist(), strict=True)):
+        mine = others[more + i % n_parts :: n_parts]
+        terms = torch.cat([row[shared + others[:more]], row[mine] + math.log(n_parts)])
+        if target != IGNORE_INDEX:
+            losses.append(terms.logsumexp(0) - row[target])
+    return torch.stack(losses).mean()

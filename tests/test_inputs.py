@@ -208,9 +208,11 @@ def test_a_student_takes_data_and_length_of_its_teacher_and_may_not_exceed_the_l
         student(runs, "--data", str(packed), "--max_seq_len", "32")
 
 
-def test_sampling_needs_no_teacher_and_an_output_layer_without_adapters(runs, packed, tmp_path):
+def test_sampling_is_refused_with_a_teacher_or_adapters_of_the_output_layer(runs, packed, tmp_path):
     assert inputs("--sampled_softmax 8", packed).args.sampled_softmax == 8
-    with pytest.raises(UsageError, match="--sampled_softmax 8 needs no teacher"):
+    with pytest.raises(UsageError, match="fewer than 999,999 pieces: leave it out"):
+        inputs("--sampled_softmax 999999", packed)
+    with pytest.raises(UsageError, match="--sampled_softmax 8 has no meaning with a teacher"):
         student(runs, "--data", str(packed), "--sampled_softmax", "8")
     folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(2, 3)])])
     shutil.copy(packed / TOKENIZER_FILE, folder)
@@ -219,7 +221,7 @@ def test_sampling_needs_no_teacher_and_an_output_layer_without_adapters(runs, pa
     chat = SFTArguments(data=str(folder), init_from=None, lora_dim=2, sampled_softmax=8)
     settings = {"max_seq_len": 8, "tie_embeddings": False}
     assert find_inputs(chat, settings, None).shapes.lora.module_name == "layers"
-    with pytest.raises(UsageError, match="an output layer without adapters"):
+    with pytest.raises(UsageError, match="adapters of the output layer"):
         find_inputs(replace(chat, lora_module_name="output"), settings, None)
 
 

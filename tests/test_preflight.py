@@ -279,26 +279,31 @@ def test_a_new_model_gets_noise_in_a_text_in_several_segmentations(
 
 
 @pytest.mark.parametrize(
-    ("device", "segmentations", "more", "sampled"),
+    ("device", "segmentations", "more", "tokens", "sampled"),
     [
-        ("cpu", 1, {}, 16),
-        ("cpu", 20, {}, None),
-        ("cuda", 1, {}, None),
-        ("cpu", 1, {"source": 1}, None),
-        ("cpu", 1, {"teacher": 1}, None),
+        ("cpu", 1, {}, 4096, 16),
+        ("cpu", 1, {}, 8192, 16),
+        ("cpu", 1, {}, 1024, 4),
+        ("cpu", 1, {}, 256, None),
+        ("cpu", 1, {"knows_steps": True}, 4096, None),
+        ("cpu", 20, {}, 4096, None),
+        ("cuda", 1, {}, 4096, None),
+        ("cpu", 1, {"fixed": True}, 4096, None),
+        ("cpu", 1, {"teacher": 1}, 4096, None),
     ],
 )
 def test_a_new_model_on_a_cpu_samples_pieces_in_its_loss(
-    flags, monkeypatch, device, segmentations, more, sampled
+    flags, monkeypatch, device, segmentations, more, tokens, sampled
 ):
     made = budget_of(flags, monkeypatch)
     pretend(monkeypatch, seconds=1)
     plan = made.plan()
-    plan = replace(plan, model=replace(plan.model, student="teacher" in more))
-    monkeypatch.setattr(made, "plan", lambda: plan)
-    made.device, made.fixed = torch.device(device), "source" in more
+    model = replace(plan.model, rows=tokens // plan.model.length)
+    monkeypatch.setattr(made, "plan", lambda: replace(plan, model=model))
+    made.device = torch.device(device)
     made.inputs.train_set.segmentations = segmentations
-    made.inputs = replace(made.inputs, **more)
+    made.inputs = replace(made.inputs, teacher=more.get("teacher"))
+    made.fixed, made.knows_steps = "fixed" in more, "knows_steps" in more
     assert made.flags().get("sampled_softmax") == sampled
 
 

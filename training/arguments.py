@@ -129,7 +129,7 @@ class TrainingArguments:
     gradient_checkpointing: str = setting(
         "off", "save memory by recomputing blocks in backward", choices=RECOMPUTE, alone="blocks"
     )
-    sampled_softmax: int = setting(1, "loss over targets and 1 of N others; 1: all", AT_LEAST_1)
+    sampled_softmax: int = setting(1, "N: loss over targets and 1/N of other pieces", AT_LEAST_1)
     token_noise: float = setting(0.0, "share of input tokens replaced at random", BELOW_1)
     seed: int = setting(42, "seed of initial weights, data order, dropout and samples", SEED)
 

@@ -119,9 +119,11 @@ def find_inputs(
         config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
         require_fitting_flags(filled, config)
         shapes = shapes_of(config, filled)
-        if filled.sampled_softmax > 1 and (teacher or not isinstance(shapes.output, OutputLayer)):
-            needs = "no teacher, and an output layer without adapters"
-            raise UsageError(f"--sampled_softmax {filled.sampled_softmax} needs {needs}")
+        if (parts := filled.sampled_softmax) > 1 and (
+            teacher or not isinstance(shapes.output, OutputLayer) or parts > config.vocab_size
+        ):
+            without = f"with a teacher, adapters of the output layer or fewer than {parts:,} pieces"
+            raise UsageError(f"--sampled_softmax {parts} has no meaning {without}: leave it out")
         return train_set, val_set, shapes
 
     train_set, val_set, shapes = on_every_process(engine, open_data)

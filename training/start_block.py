@@ -85,8 +85,8 @@ def start_block(run: Run) -> str:
         and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
         f"{run.work.trained:,} parameters are trained"
         + (", experts are frozen" if inputs.config.use_moe else ""),
-        "loss": f"over the targets of a micro-batch and 1 of {args.sampled_softmax} other pieces, "
-        "which is an estimate; in validation over all pieces"
+        "loss": f"over a micro-batch's targets and 1/{args.sampled_softmax} of the other pieces, "
+        "an estimate that is a little too low; in validation over all pieces"
         if args.sampled_softmax > 1
         else None,
         "optimizer": optimizer,

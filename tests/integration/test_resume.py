@@ -16,18 +16,17 @@ STEPS, FIRST, SECOND = 12, 5, 10  # checkpoints are saved after these steps
 FLAGS = (
     f"--max_steps {STEPS} --save_interval {FIRST} --eval_interval 4 --eval_samples 16 "
     "--dropout 0.1 --dtype bfloat16 --learning_rate 3e-3 --accumulation_steps 2 --keep_last 9 "
-    "--sampled_softmax 4 "
 )
 ENGINES = {
     "plain": ("plain", 1, ""),
     "DDP": ("ddp", 2, ""),
-    "ZeRO-2": ("zero2", 2, ""),
+    "ZeRO-2": ("zero2", 2, " --sampled_softmax 4"),
     "ZeRO-3": ("configs/zero3.yaml", 2, ""),
     "ZeRO-3 on the CPU": ("configs/zero3_offload.yaml", 2, ""),
     # For ZeRO-1 in bf16 with fp32 gradients, DeepSpeed's optimizer class is not that of ZeRO-2.
     "ZeRO-1, Muon": ("zero1.json", 2, " --optimizer muon --qk_norm"),
     # `start` resumes this run with --compile auto, which keeps the choice of the first launch.
-    "compiled": ("plain", 1, " --dropout 0 --compile on"),
+    "compiled": ("plain", 1, " --dropout 0 --compile on --sampled_softmax 4"),
 }
 NO_COMPILER = not (
     shutil.which("g++") and Path(sysconfig.get_paths()["include"], "Python.h").exists()
