@@ -177,7 +177,7 @@ def planned(
     gpus: int, flops: float, size: float, per_token: float, minutes: float
 ) -> tuple[recipe.Plan, float, int]:
     """Return the plan for a text of `size` bytes, the minutes that its steps take, and the pieces
-    of its vocabulary (a Chinese text would have at least data.prepare.FOR_MANY)."""
+    of its vocabulary."""
     defaults = next(each for each in BY_SIZE if size < each.below)
     task = recipe.Task(
         seconds=60 * minutes,
@@ -186,7 +186,7 @@ def planned(
         processes=max(1, gpus),
     )
     dim = recipe.expected_dim(60 * minutes * flops, task.most_passes * task.tokens)
-    vocab_size = defaults.vocab_size or pieces_for(dim, int(size))
+    vocab_size = pieces_for(dim, int(size))
     models = []
     for shape in recipe.SHAPES:
         settings = recipe.shape_settings(*shape, {"tie_embeddings": defaults.segmentations > 1})

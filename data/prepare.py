@@ -54,7 +54,7 @@ class TextDefaults(NamedTuple):
     """Default settings for a text of less than `below` bytes."""
 
     below: float
-    vocab_size: int | None  # None: by the width of the model and the number of characters
+    vocab_size: int | None  # None: by the width of the model
     val_fraction: float
     section_bytes: int  # longer files of .txt or .py are cut into documents of at most this size
     segmentations: int  # see `data.encoding`
@@ -66,30 +66,21 @@ class TextDefaults(NamedTuple):
 BY_SIZE = (
     TextDefaults(500e3, 512, 0.1, 1 << 10, 7, (1.5, 1.7)),
     TextDefaults(4e6, 4096, 0.03, 2 << 10, 20, (2.4, 3.6)),
-    TextDefaults(10e6, None, 0.03, 2 << 10, 1, (2.6, 4)),
-    TextDefaults(50e6, None, 0.03, 4 << 10, 1, (2.6, 4)),  # the built-in text
+    TextDefaults(10e6, 8192, 0.03, 2 << 10, 1, (2.6, 4)),
+    TextDefaults(50e6, 8192, 0.03, 4 << 10, 1, (2.6, 4)),  # the built-in text
     TextDefaults(math.inf, None, 0.02, 16 << 10, 1, (2.6, 4)),
 )
-# Larger texts: width of a model below which the vocabulary has so many pieces. A text below LARGE
-# bytes has at most FOR_MANY pieces. A text with more than MANY different characters has at least
-# FOR_MANY, for example a Chinese one (docs/recipe.md). If the width is unknown, a text of LARGE
-# bytes gets the pieces for WIDE, a smaller text the fewest.
-BY_WIDTH = ((384, 4096), (640, 8192), (1536, 16384), (math.inf, 32768))
-MANY, FOR_MANY = 2000, 8192
-LARGE, WIDE = 50e6, 512
+# The largest texts: width of a model below which the vocabulary has so many pieces.
+BY_WIDTH = ((640, 8192), (1536, 16384), (math.inf, 32768))
 
 
-def pieces_for(dim: int | None, n_bytes: int, n_characters: int = 0) -> int:
-    """Return how many pieces a tokenizer should have at most, for a model of width `dim` (None:
-    unknown) and a text of this size with so many different characters in a sample."""
+def pieces_for(dim: int | None, n_bytes: int) -> int:
+    """Return how many pieces a tokenizer should have at most, for a text of this size and a model
+    of width `dim` (None: unknown, the fewest)."""
     if dim is not None and dim < 1:
         raise UsageError(f"--model_dim must be at least 1, not {dim}")
-    if (size := next(each.vocab_size for each in BY_SIZE if n_bytes < each.below)) is not None:
-        return size
-    dim = dim or (WIDE if n_bytes >= LARGE else 1)
-    size = next(pieces for below, pieces in BY_WIDTH if dim < below)
-    size = size if n_bytes >= LARGE else min(size, FOR_MANY)
-    return max(size, FOR_MANY) if n_characters > MANY else size
+    by_width = next(pieces for below, pieces in BY_WIDTH if (dim or 1) < below)
+    return next(each.vocab_size for each in BY_SIZE if n_bytes < each.below) or by_width
 
 
 def defaults_for(files: Iterable[str]) -> TextDefaults:
@@ -144,10 +135,9 @@ def prepare(
         if options.tokenizer is not None:
             copy_tokenizer(options.tokenizer, folder)
         else:
-            sample, size = [*_sample(files, options)], options.vocab_size
-            if may_shrink := size is None:
-                size = pieces_for(options.model_dim, text_size(files), len(set().union(*sample)))
-            train_tokenizer(sample, size, folder / TOKENIZER_FILE, may_shrink=may_shrink)
+            size = options.vocab_size or pieces_for(options.model_dim, text_size(files))
+            may_shrink, path = options.vocab_size is None, folder / TOKENIZER_FILE
+            train_tokenizer(_sample(files, options), size, path, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
         ways = options.segmentations_of(files)
         encode = partial(encode_batch, options.kind, tokenizer.path, ways)

@@ -1,6 +1,5 @@
 """Choose the flags that the user did not type, so that the run takes MINUTES: measure and plan."""
 
-import math
 import shlex
 import time
 from dataclasses import replace
@@ -14,7 +13,6 @@ from common.errors import UsageError
 from common.numbers import counted
 from data.prepare import BY_WIDTH, pieces_for
 from data.shards import CONVERSATIONS
-from data.tokenizer import open_tokenizer
 from engine.compilation import obstacle
 from engine.deepspeed_config import file_of
 from engine.memory import kind_of
@@ -42,7 +40,6 @@ MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/
 MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
 CHAT_BATCH = 16  # about so many conversations per process in a step; fewer in short runs
-SAMPLES = 2000  # sequences whose characters are counted
 # Compiling is tried if it would pay off with this share of the time of each step. Loading compiled
 # code that is in the cache takes about CACHED_SECONDS.
 COMPILING_SAVES, CACHED_SECONDS = 0.13, 2
@@ -249,13 +246,11 @@ class TimeBudget:
         made_from = data.description.get("prepared_from", {})
         chosen = made_from.get("vocab_size") or made_from.get("tokenizer")
         chosen = chosen or self.fixed or self.inputs.teacher or self.request.names_data
-        # A short text has fewer pieces than `pieces_for` allows: a number that BY_WIDTH lacks.
-        if chosen or pieces not in dict(BY_WIDTH).values():
+        # A short text has fewer pieces than `pieces_for` allows: a number that is no default.
+        if chosen or pieces not in (4096, *dict(BY_WIDTH).values()):
             return 0
         n_bytes = data.description["splits"]["train"]["bytes"] // data.segmentations
-        tokenizer, step = open_tokenizer(data.folder), math.ceil(len(data) / SAMPLES)
-        texts = (tokenizer.decode(data[i][0].tolist()) for i in range(0, len(data), step))
-        better = pieces_for(plan.model.settings["dim"], n_bytes, len(set().union(*texts)))
+        better = pieces_for(plan.model.settings["dim"], n_bytes)
         return better if better > pieces else 0
 
     def model_flags(self, model: recipe.Candidate, batch: float = recipe.BATCH) -> dict:

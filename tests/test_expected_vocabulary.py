@@ -77,9 +77,9 @@ def test_the_expected_width_knows_the_precision_of_the_launcher(monkeypatch):
 @pytest.fixture
 def hint(packed, monkeypatch, tmp_path):
     """Returns the hint about the vocabulary in the line "recipe", or "". A model of width `dim` is
-    planned for a prepared text of `size` bytes with so many pieces and different characters."""
+    planned for a prepared text of `size` bytes with so many pieces."""
 
-    def hint(dim=512, pieces=4096, size=12e6, characters=100, flags=(), made=(), environ=()) -> str:
+    def hint(dim=128, pieces=4096, size=12e6, flags=(), made=(), environ=()) -> str:
         shutil.copytree(packed, folder := tmp_path / "text", dirs_exist_ok=True)
         about = json.loads((folder / DESCRIPTION_FILE).read_text())
         about["vocab_size"], about["splits"]["train"]["bytes"] = pieces, int(size)
@@ -89,8 +89,6 @@ def hint(packed, monkeypatch, tmp_path):
         for name in ("MOST_PASSES", "MOST_PASSES_SEGMENTED"):
             monkeypatch.setattr(time_budget, name, 1e9)
         monkeypatch.setattr(recipe, "SHAPES", ((2, dim),))
-        monkeypatch.setattr(time_budget, "open_tokenizer", lambda path: Decoder())
-        monkeypatch.setattr(Decoder, "text", "".join(map(chr, range(0x4E00, 0x4E00 + characters))))
         budget = budget_of(["--data", str(folder)], monkeypatch, **dict(environ))
         budget.request.flags = list(flags)
         budget.typed.pop("data")
@@ -102,28 +100,20 @@ def hint(packed, monkeypatch, tmp_path):
     return hint
 
 
-class Decoder:
-    text = ""
-
-    def decode(self, ids: list[int]) -> str:
-        return self.text
-
-
 def test_a_larger_vocabulary_is_named_with_what_to_type(hint):
     says = "a vocabulary of 8,192 would suit it better than 4,096: type PREPARE_FLAGS="
     assert hint() == f"{says}'--vocab_size 8192'"
     flags = {"PREPARE_FLAGS": "--skip_bad_lines"}
     assert hint(environ=flags.items()) == f"{says}'--skip_bad_lines --vocab_size 8192'"
-    assert hint(dim=128, characters=2001) == f"{says}'--vocab_size 8192'"
-    assert "of 16,384 would" in hint(dim=768, size=60e6)
+    assert "of 16,384 would" in hint(dim=768, size=60e6, pieces=8192)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dim": 128},
         {"pieces": 8192, "dim": 768},  # the text is too small for more
-        {"size": 3.9e6, "characters": 2001},  # prepared with --segmentations 1
+        {"pieces": 8192, "size": 60e6},
+        {"size": 3.9e6},  # prepared with --segmentations 1
         {"size": 3.9e6 * 20, "made": {"segmentations": 20}},
         {"pieces": 3517},  # the text allows no more
         {"made": {"vocab_size": 4096}},

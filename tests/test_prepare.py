@@ -32,7 +32,6 @@ from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
 
 SHARDS = ("train-00000.bin", "val-00000.bin")
-CHINESE = "".join(map(chr, range(0x4E00, 0x4E00 + 2100)))  # of different characters
 DOCUMENTS = [f"document {i}: {i} and {i * i} 第{i}句 \u2581\n" for i in range(400)]
 
 
@@ -301,39 +300,20 @@ def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("n_bytes", "dim", "characters", "pieces"),
+    ("n_bytes", "dim", "pieces"),
     [
-        (1e5, 768, 100, 512),
-        (2e6, 768, 100, 4096),
-        (12e6, None, 100, 4096),
-        (12e6, 512, 100, 8192),
-        (12e6, 768, 100, 8192),  # the text is too small for more
-        (1e9, 128, 100, 4096),
-        (1e9, None, 100, 8192),
-        (1e9, 768, 100, 16384),
-        (1e9, 2048, 100, 32768),
-        (12e6, 128, 2001, 8192),
-        (1e9, 768, 2001, 16384),
-        (2e6, 128, 2001, 4096),
+        (1e5, 768, 512),
+        (2e6, 768, 4096),
+        (12e6, None, 8192),
+        (12e6, 768, 8192),  # the text is too small for more
+        (1e9, 128, 8192),
+        (1e9, None, 8192),
+        (1e9, 768, 16384),
+        (1e9, 2048, 32768),
     ],
 )
-def test_text_model_and_characters_decide_the_vocabulary(n_bytes, dim, characters, pieces):
-    assert module.pieces_for(dim, n_bytes, characters) == pieces
-
-
-@pytest.mark.parametrize(("rest", "pieces"), [(CHINESE, 8192), ("a", 4096)])
-def test_the_characters_of_the_whole_text_are_counted(tmp_path, monkeypatch, rest, pieces):
-    """Not only those of its first million."""
-    asked = []
-
-    def remember(texts, vocab_size, path, **options):
-        asked.append(vocab_size)
-        train_tokenizer(texts, 300, path)
-
-    monkeypatch.setattr(module, "train_tokenizer", remember)
-    monkeypatch.setattr(module, "text_size", lambda files: 4e6)  # the sample is the whole text
-    pack_documents(["a" * 1000 + str(i) for i in range(1100)] + [rest], tmp_path, vocab_size=None)
-    assert asked == [pieces]
+def test_text_and_model_decide_the_vocabulary(n_bytes, dim, pieces):
+    assert module.pieces_for(dim, n_bytes) == pieces
 
 
 def test_the_width_of_the_model_matters_only_if_it_changes_the_vocabulary(tmp_path, monkeypatch):
