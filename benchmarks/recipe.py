@@ -157,7 +157,7 @@ def choices() -> list[dict]:
                 "time": time,
                 "layers × dim": f"{model.settings['n_layers']} × {model.settings['dim']}",
                 "vocabulary": f"{pieces:,}",
-                "million parameters": f"{(model.parameters + model.looked_up) / 1e6:,.2f}",
+                "million parameters": f"{(model.parameters + model.uncounted) / 1e6:,.2f}",
                 "steps × tokens": f"{plan.steps:,} × {round(plan.tokens / plan.steps):,}",
                 "million tokens": f"{plan.tokens / 1e6:,.0f}",
                 "passes": f"{plan.passes:.2g}",

@@ -118,10 +118,9 @@ def candidate(settings: dict, vocab_size: int, rows: int) -> recipe.Candidate:
     with torch.device("meta"):
         model = Transformer(LMConfig(**settings, vocab_size=vocab_size))
     length = settings["max_seq_len"]
-    flops, looked_up = model.flops_per_token(length), model.tok_embeddings.weight.numel()
-    looked_up *= not settings["tie_embeddings"]
-    size = model.num_parameters() - looked_up
-    return recipe.Candidate(settings, size, flops, length, rows, looked_up=looked_up)
+    flops, uncounted = model.flops_per_token(length), recipe.uncounted_parameters(model.config)
+    size = model.num_parameters() - uncounted
+    return recipe.Candidate(settings, size, flops, length, rows, uncounted=uncounted)
 
 
 def describe(data: str, variants: list[str], runs: list[list[Result]]) -> str:

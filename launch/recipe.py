@@ -1,4 +1,4 @@
-"""Compute the model and the flags that run_accelerate.sh uses for a text, a machine and a time.
+"""Compute the model, the batch and the steps of run_accelerate.sh for a text, machine and time.
 
 `choose` measures nothing: it gets a function that returns the seconds of a step.
 docs/recipe.md has the measurements behind the numbers; benchmarks.recipe compares shapes.
@@ -11,6 +11,7 @@ from typing import Any
 
 from common.errors import TooLittleMemoryError
 from common.numbers import counted
+from model import LMConfig
 
 # The shapes to choose from, in order of increasing size: n_layers, dim.
 SHAPES = (
@@ -20,6 +21,7 @@ SHAPES = (
 # A run of up to 7 million tokens suits a model with one parameter per 3.9 tokens. In a longer run
 # the ratio grows as tokens ** RISE, up to 20 (Hoffmann et al., https://arxiv.org/abs/2203.15556).
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 7e6, 3.9, 0.286, 20
+COUNTED_PIECES = 4096  # of the output layer
 WITH_TEACHER = 2  # a student's token counts as so many when the shape is chosen
 # A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
 # tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
@@ -27,7 +29,6 @@ BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
 MIN_STEPS = 20  # minimum micro-batches of a plan, even if they take too long
 EVALUATIONS = 4  # validations in a run
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
-LOG_LINES = 50  # log lines in a run, approximately
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,19 @@ class Candidate:
     """A model that a run may train."""
 
     settings: dict[str, Any]  # flags of the model
-    parameters: int  # in the matrix products of one token
+    parameters: int  # that the rule for the shape counts
     flops: float  # model FLOPs per token, including the teacher's forward pass
     length: float  # mean tokens per sequence
     rows: int  # sequences per process in one micro-batch; 0: the model does not fit into memory
     rows_alone: int = 0  # at most so many if this process trains alone
     student: bool = False  # learns from a teacher
-    looked_up: int = 0  # parameters of an input embedding of its own
+    uncounted: int = 0  # other parameters
 
     @property
     def name(self) -> str:
         """The shape in words, with the number of parameters."""
         shape = f"{counted(self.settings['n_layers'], 'layers')} of dim {self.settings['dim']}"
-        return f"{shape} ({(self.parameters + self.looked_up) / 1e6:,.2f} million parameters)"
+        return f"{shape} ({(self.parameters + self.uncounted) / 1e6:,.2f} million parameters)"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,13 @@ def excess(tokens: float, parameters: float) -> float:
     return tokens / parameters / min(suitable, MOST_PER_PARAMETER)
 
 
+def uncounted_parameters(config: LMConfig) -> int:
+    """Return how many parameters the rule for the shape does not count: those of an input embedding
+    of its own, and of pieces beyond COUNTED_PIECES, which are rare."""
+    pieces = max(0, config.vocab_size - COUNTED_PIECES)
+    return config.dim * (pieces if config.tie_embeddings else pieces + config.vocab_size)
+
+
 def expected_dim(flops: float, most_tokens: float, n_layers: int | None = None) -> int:
     """Return the width of the model that a run will train, roughly, before its text is prepared.
 
@@ -100,7 +108,7 @@ def expected_dim(flops: float, most_tokens: float, n_layers: int | None = None) 
 
     def misfit(shape: tuple[int, int]) -> float:
         layers, dim = n_layers or shape[0], shape[1]
-        parameters = 12 * layers * dim**2 + 4096 * dim  # blocks and output layer
+        parameters = 12 * layers * dim**2 + COUNTED_PIECES * dim  # blocks and output layer
         return abs(math.log(excess(min(flops / 6 / parameters, most_tokens), parameters)))
 
     return min(SHAPES, key=misfit)[1]
@@ -171,17 +179,3 @@ def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
         steps = max(1, int(wanted / together / accumulation))
     tokens = steps * accumulation * together
     return Plan(model, seconds * accumulation, accumulation, steps, tokens, tokens / task.tokens)
-
-
-def run_flags(plan: Plan) -> dict[str, Any]:
-    """Return the flags for batch, steps and intervals."""
-    every = math.ceil(plan.steps / EVALUATIONS)
-    return {
-        "batch_size": plan.model.rows,
-        "accumulation_steps": plan.accumulation,
-        "max_steps": plan.steps,
-        "log_interval": max(1, plan.steps // LOG_LINES),
-        "eval_interval": every,
-        "sample_interval": every,
-        "save_interval": every,
-    }

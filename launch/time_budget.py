@@ -1,5 +1,6 @@
 """Choose the flags that the user did not type, so that the run takes MINUTES: measure and plan."""
 
+import math
 import shlex
 import time
 from dataclasses import replace
@@ -40,6 +41,7 @@ MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/
 MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
 CHAT_BATCH = 16  # about so many conversations per process in a step; fewer in short runs
+LOG_LINES = 50  # log lines in a run, approximately
 # Compiling is tried if it would pay off with this share of the time of each step. Loading compiled
 # code that is in the cache takes about CACHED_SECONDS.
 COMPILING_SAVES, CACHED_SECONDS = 0.13, 2
@@ -109,7 +111,7 @@ class TimeBudget:
         models = [self.candidate(shape) for shape in shapes]
         if teacher and not self.fixed:
             most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)
-            small = [m for m in models if m.parameters + m.looked_up <= most]
+            small = [m for m in models if m.parameters + m.uncounted <= most]
             models = small or models[:1]
         fitting = [model for model in models if model.rows]
         return fitting or [replace(models[0], rows=self.typed.get("batch_size", 1))]
@@ -133,19 +135,19 @@ class TimeBudget:
         rows_alone = self.times.largest_rows(shapes, 1) if self.processes > 1 else rows
         settings = settings or {"n_layers": config.n_layers, "dim": config.dim}
         flops, parameters = shapes.flops_per_token(length), shapes.num_parameters(active=True)
-        looked_up = 0 if config.tie_embeddings else shapes.tok_embeddings.weight.numel()
+        uncounted = recipe.uncounted_parameters(config)
         teacher = self.inputs.teacher
         if teacher:  # a step includes its forward pass
             flops += teacher.shapes.flops_per_token(length) / 3
         return recipe.Candidate(
             settings=settings,
-            parameters=parameters - looked_up,
+            parameters=parameters - uncounted,
             flops=flops,
             length=length,
             rows=rows,
             rows_alone=rows_alone,
             student=bool(teacher),
-            looked_up=looked_up,
+            uncounted=uncounted,
         )
 
     def left(self) -> float:
@@ -268,7 +270,17 @@ class TimeBudget:
     def flags(self) -> dict[str, Any]:
         """Return the flags to add to the typed flags."""
         plan = self.plan()
-        flags = recipe.run_flags(plan) | self.model_flags(plan.model, plan.tokens / plan.steps)
+        every = math.ceil(plan.steps / recipe.EVALUATIONS)
+        flags = {
+            "batch_size": plan.model.rows,
+            "accumulation_steps": plan.accumulation,
+            "max_steps": plan.steps,
+            "log_interval": max(1, plan.steps // LOG_LINES),
+            "eval_interval": every,
+            "sample_interval": every,
+            "save_interval": every,
+        }
+        flags |= self.model_flags(plan.model, plan.tokens / plan.steps)
         if not self.fixed:
             flags |= repetition_flags(plan.passes, self.muon)
             # Data of older versions mix the segmentations; students were not measured.
