@@ -135,9 +135,11 @@ def prepare(
         if options.tokenizer is not None:
             copy_tokenizer(options.tokenizer, folder)
         else:
-            size = options.vocab_size or pieces_for(options.model_dim, text_size(files))
-            may_shrink, path = options.vocab_size is None, folder / TOKENIZER_FILE
-            train_tokenizer(_sample(files, options), size, path, may_shrink=may_shrink)
+            size = options.vocab_size
+            if may_shrink := size is None:
+                size = pieces_for(options.model_dim, text_size(files))
+            sample, path = _sample(files, options), folder / TOKENIZER_FILE
+            train_tokenizer(sample, size, path, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
         ways = options.segmentations_of(files)
         encode = partial(encode_batch, options.kind, tokenizer.path, ways)
