@@ -31,7 +31,7 @@ def loss_flags(model: Candidate, on_gpu: bool) -> dict[str, Any]:
     """Return the flags for the loss of a model with random weights. In a small micro-batch each
     piece is compared with as many tokens as in a large one. --sampled_softmax was not measured on a
     GPU, where micro-batches are larger and have more different targets."""
-    parts = min(SAMPLED_SOFTMAX, SAMPLED_SOFTMAX * model.rows * model.length // BATCH)
+    parts = min(SAMPLED_SOFTMAX, int(SAMPLED_SOFTMAX * model.rows * model.length / BATCH))
     return {} if on_gpu or parts < 2 else {"sampled_softmax": parts}
 
 

@@ -10,8 +10,9 @@ tokens into N parts. A part is compared with one share, whose pieces stand for a
     Z ≈ sum of exp(logit) over the targets + N · sum of exp(logit) over the share
 
 The mean of the N estimates is Z. The mean of their logarithms is lower, so the loss is a little too
-low on average. No random number is drawn. Each piece is compared with some tokens of each
-micro-batch: with one share for all tokens, gradients were zero or too large, and models worse.
+low on average. No random number is drawn. In each micro-batch of at least N tokens, each piece is
+compared with some of them: with one share for all tokens, gradients were zero or too large, and
+models worse.
 """
 
 import math

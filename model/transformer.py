@@ -157,8 +157,8 @@ class Transformer(nn.Module):
         """Compute the loss from x, (B, T, dim), in chunks of tokens; see model/loss.py."""
         n_tokens, vocab_size = targets.numel(), self.config.vocab_size
         parts = self.sampled_softmax if self.training else 1
-        # The most logits of a token: of all pieces, or of all targets and a share of the others.
-        pieces = vocab_size if parts == 1 else min(vocab_size, n_tokens) + vocab_size // parts
+        targeted = min(vocab_size, n_tokens)  # at most so many pieces are targets
+        pieces = targeted + (vocab_size - targeted) // parts  # about the most logits of a token
         size = tokens_at_once(pieces, n_tokens, x.device)
 
         def logits_of(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

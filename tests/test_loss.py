@@ -25,9 +25,9 @@ def some_tokens() -> torch.Tensor:
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    def switch(tokens: int = 16, pieces: int = VOCAB) -> None:
+    def switch(tokens: int = 16) -> None:
         monkeypatch.setattr(loss, "LARGE_VOCABULARY", VOCAB - 1)
-        monkeypatch.setattr(loss, "CHUNK_LOGITS", tokens * pieces)
+        monkeypatch.setattr(loss, "CHUNK_LOGITS", tokens * VOCAB)
 
     return switch
 
@@ -137,7 +137,7 @@ def test_a_sampled_loss_has_the_gradients_of_a_loss_by_hand(in_chunks, size):
     expected.backward()
     by_hand = {name: p.grad.clone() for name, p in model.named_parameters()}
     if size < 63:
-        in_chunks(size, pieces=VOCAB + VOCAB // PARTS)
+        in_chunks(size)
     model.train().sampled_softmax = PARTS
     sampled, gradients = loss_and_gradients(model, targets)
     torch.testing.assert_close(sampled, expected.detach())
@@ -147,13 +147,13 @@ def test_a_sampled_loss_has_the_gradients_of_a_loss_by_hand(in_chunks, size):
 
 def test_a_sampled_loss_needs_no_chunks_while_rows_of_its_logits_are_short(in_chunks, monkeypatch):
     """A small chunk would have few targets, and backward would compute its logits again."""
-    in_chunks()
+    in_chunks(5)
     monkeypatch.setattr(loss, "LARGE_VOCABULARY", 30)
     model, rows = opinionated(VOCAB, SEQ_LEN), []
     model.output.register_forward_hook(lambda layer, x, logits: rows.append(len(logits)))
     model.train().sampled_softmax = PARTS
     model(some_tokens()[:1, :15], some_targets()[1:2, :15])
-    assert rows == [1]  # the whole micro-batch: 15 targets and 60 / 4 other pieces at most
+    assert rows == [1]  # the whole micro-batch: at most 15 targets and 45 / 4 other pieces
 
 
 def test_each_part_of_the_tokens_has_another_share_of_the_other_pieces():
