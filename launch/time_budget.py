@@ -248,8 +248,8 @@ class TimeBudget:
         made_from = data.description.get("prepared_from", {})
         chosen = made_from.get("vocab_size") or made_from.get("tokenizer")
         chosen = chosen or self.fixed or self.inputs.teacher or self.request.names_data
-        # A short text has fewer pieces than `pieces_for` allows: a number that is no default, of today
-        # or of older versions (4,096).
+        # A short text has fewer pieces than `pieces_for` allows: a number that is no default of
+        # this or an older version (4,096).
         if chosen or pieces not in (4096, *dict(BY_WIDTH).values()):
             return 0
         n_bytes = data.description["splits"]["train"]["bytes"] // data.segmentations
