@@ -189,7 +189,10 @@ class TimeBudget:
     def measured_plan(self, task: recipe.Task, models: list, first: int) -> recipe.Plan:
         """Choose by measured times; decide whether the run compiles. Raises UsageError if steps
         cannot be measured."""
-        plan = recipe.choose(task, models, partial(self.seconds, compiled=False), first)
+        measure = partial(self.seconds, compiled=False)
+        plan = recipe.choose(task, models, measure, first)
+        if self.times.doubtful:
+            plan = recipe.choose(task, models, measure, first)
         seconds = plan.step_seconds / plan.accumulation
         wanted, taken = self.inputs.args.compile, plan.steps * plan.step_seconds
         pays = COMPILING_SAVES * taken > self.times.compiling(plan.model)

@@ -331,6 +331,24 @@ def test_one_process_measures_fewer_sequences_than_fit_into_a_share_and_scales(f
     assert [each["batch_size"] for each in asked] == [8, 2]
 
 
+@pytest.mark.parametrize("minutes", ["16", "32"])  # the search goes up, or down
+def test_measurements_are_repeated_if_they_contradict_each_other(packed, monkeypatch, minutes):
+    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
+    asked = pretend(monkeypatch, seconds=0.05)
+    flags = budget_of(["--data", str(packed)], monkeypatch, MINUTES=minutes).flags()
+    measure = step_times.measure_steps
+    asked.clear()
+
+    def disturbed(kind, flags, threads):
+        """Return five times the time for the first model, as if another program were busy."""
+        typical, first = measure(kind, flags, threads)
+        return StepTime(typical * (5 if len(asked) == 1 else 1), first)
+
+    monkeypatch.setattr(step_times, "measure_steps", disturbed)
+    found = budget_of(["--data", str(packed)], monkeypatch, MINUTES=minutes).flags()
+    assert (found["n_layers"], found["dim"]) == (flags["n_layers"], flags["dim"])
+
+
 def test_memory_that_runs_out_ends_the_search_for_a_larger_model(packed, monkeypatch):
     monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
     asked = pretend(monkeypatch, seconds=1e-4)
