@@ -39,7 +39,6 @@ class StepTimes:
     def __init__(self, request: ShellVariables, inputs: Inputs, kind: Kind, processes: int):
         self.request, self.inputs, self.kind, self.processes = request, inputs, kind, processes
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.speeds: dict[str, float] = {}  # name of a model → FLOP/s when it was first measured
 
     def free_memory(self) -> int:
         """Return the bytes that a process can use: of the GPU with the least, or of RAM."""
@@ -78,16 +77,7 @@ class StepTimes:
         time = measure_steps(self.request.kind, flags, threads)
         if compiled:
             self._remember(model, time.first - time.typical)
-        else:
-            speed = rows * model.length * model.flops / time.typical
-            self.speeds.setdefault(model.name, speed)
         return time.typical * model.rows / rows
-
-    @property
-    def doubtful(self) -> bool:
-        """True if one model seems to reach more than 1.5 times the FLOP/s of another. Then probably
-        another program used the machine during one of the measurements."""
-        return max(self.speeds.values()) > 1.5 * min(self.speeds.values())
 
     def compiling(self, model: Candidate) -> float:
         """Return the seconds that compiling a model took the last time on this machine; of an

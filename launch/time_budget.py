@@ -4,7 +4,7 @@ import math
 import shlex
 import time
 from dataclasses import replace
-from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -189,10 +189,7 @@ class TimeBudget:
     def measured_plan(self, task: recipe.Task, models: list, first: int) -> recipe.Plan:
         """Choose by measured times; decide whether the run compiles. Raises UsageError if steps
         cannot be measured."""
-        measure = partial(self.seconds, compiled=False)
-        plan = recipe.choose(task, models, measure, first)
-        if self.times.doubtful:
-            plan = recipe.choose(task, models, measure, first)
+        plan = self.uncompiled_plan(task, models, first)
         seconds = plan.step_seconds / plan.accumulation
         wanted, taken = self.inputs.args.compile, plan.steps * plan.step_seconds
         pays = COMPILING_SAVES * taken > self.times.compiling(plan.model)
@@ -207,6 +204,24 @@ class TimeBudget:
                 self.compiles |= taken * (1 - compiled / seconds) > CACHED_SECONDS
                 seconds = compiled if self.compiles else seconds
         return recipe.plan_for(replace(task, seconds=self.left()), plan.model, seconds)
+
+    def uncompiled_plan(self, task: recipe.Task, models: list, first: int) -> recipe.Plan:
+        """Choose by measured times of steps that are not compiled. Now and then steps of one shape
+        take several times as long as usual, so contradictory times are measured once more."""
+        least: dict[tuple[str, int], float] = {}  # name and rows of a model → seconds of a step
+
+        def measure(model: recipe.Candidate) -> float:
+            case, found = (model.name, model.rows), self.seconds(model, compiled=False)
+            least[case] = min(found, least.get(case, found))
+            return least[case]
+
+        plan = recipe.choose(task, models, measure, first)
+        times = ((model, least.get((model.name, model.rows))) for model in models)
+        speeds = [self.times.assumed(model) / seconds for model, seconds in times if seconds]
+        if self.device.type == "cpu" and any(max(two) > 1.5 * min(two) for two in pairwise(speeds)):
+            print("the speeds of two shapes contradict each other: they are measured once more")
+            plan = recipe.choose(self.task(), models, measure, first)
+        return plan
 
     def seconds(self, model: recipe.Candidate, compiled: bool) -> float:
         """Measure the seconds of a step with one micro-batch."""

@@ -332,10 +332,16 @@ def test_one_process_measures_fewer_sequences_than_fit_into_a_share_and_scales(f
 
 
 @pytest.mark.parametrize("minutes", ["16", "32"])  # the search goes up, or down
-def test_measurements_are_repeated_if_they_contradict_each_other(packed, monkeypatch, minutes):
+def test_measurements_are_repeated_if_they_contradict_each_other(
+    packed, monkeypatch, minutes, capsys
+):
     monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
+    monkeypatch.setattr(step_times, "available_cores", lambda: 2)
     asked = pretend(monkeypatch, seconds=0.05)
-    flags = budget_of(["--data", str(packed)], monkeypatch, MINUTES=minutes).flags()
+    typed = ["--data", str(packed)]
+    expected = budget_of(typed, monkeypatch, MINUTES=minutes).flags()
+    shapes = [(each["n_layers"], each["dim"]) for each in asked if each["compile"] == "off"]
+    assert len(shapes) == len(set(shapes))  # once each
     measure = step_times.measure_steps
     asked.clear()
 
@@ -345,8 +351,9 @@ def test_measurements_are_repeated_if_they_contradict_each_other(packed, monkeyp
         return StepTime(typical * (5 if len(asked) == 1 else 1), first)
 
     monkeypatch.setattr(step_times, "measure_steps", disturbed)
-    found = budget_of(["--data", str(packed)], monkeypatch, MINUTES=minutes).flags()
-    assert (found["n_layers"], found["dim"]) == (flags["n_layers"], flags["dim"])
+    found = budget_of(typed, monkeypatch, MINUTES=minutes).flags()
+    assert (found["n_layers"], found["dim"]) == (expected["n_layers"], expected["dim"])
+    assert "measured once more" in capsys.readouterr().out
 
 
 def test_memory_that_runs_out_ends_the_search_for_a_larger_model(packed, monkeypatch):
