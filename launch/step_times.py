@@ -21,8 +21,9 @@ from training.measurement import measure_steps
 
 # Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
 CORE_FLOPS, GPU_PEAK, GPU_SHARE = 5e10, 1e14, 0.3
-COMPILING = CACHE / "seconds.json"  # name of a compiled model → seconds that compiling took
+COMPILING = CACHE / "seconds.json"  # name of a compiled model → most seconds that compiling took
 COMPILE_SECONDS = 15.0  # without an entry: 16 s on an older CPU, 10 s on an H200
+CACHED_SECONDS = 2.0  # loading compiled code that is in the cache takes about so long
 
 
 def assumed_flops(precision: str, machines: int, processes: int) -> float:
@@ -80,13 +81,15 @@ class StepTimes:
         return time.typical * model.rows / rows
 
     def compiling(self, model: Candidate) -> float:
-        """Return the seconds that compiling a model took the last time on this machine; of an
-        unknown model, the longest time of any; COMPILE_SECONDS if nothing is known."""
+        """Return the seconds that compiling a model will take: CACHED_SECONDS if this machine has
+        compiled it before, else the longest time of any; COMPILE_SECONDS if nothing is known."""
         known = self._compile_times()
-        return known.get(self._name(model), max(known.values(), default=COMPILE_SECONDS))
+        longest = max(known.values(), default=COMPILE_SECONDS)
+        return CACHED_SECONDS if self._name(model) in known else longest
 
     def _remember(self, model: Candidate, seconds: float) -> None:
-        times = self._compile_times() | {self._name(model): round(seconds, 1)}
+        times, name = self._compile_times(), self._name(model)
+        times[name] = max(round(seconds, 1), times.get(name, 0.0))
         with suppress(OSError):  # the next run assumes COMPILE_SECONDS
             write_whole(COMPILING, json.dumps(times, indent=1))
 

@@ -26,7 +26,7 @@ from launch.optimizer_flags import (
     token_noise,
 )
 from launch.shell_variables import ShellVariables
-from launch.step_times import StepTimes
+from launch.step_times import CACHED_SECONDS, StepTimes
 from model import ConfigError, LMConfig
 from training.inputs import Inputs, shapes_of
 from training.rates import FROM_WEIGHTS
@@ -42,9 +42,7 @@ MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
 CHAT_BATCH = 16  # about so many conversations per process in a step; fewer in short runs
 LOG_LINES = 50  # log lines in a run, approximately
-# Compiling is tried if it would pay off with this share of the time of each step. Loading compiled
-# code that is in the cache takes about CACHED_SECONDS.
-COMPILING_SAVES, CACHED_SECONDS = 0.13, 2
+COMPILING_SAVES = 0.17  # compiling is tried if it pays off with this share of the time of a step
 
 
 def fitting_shapes(typed: dict[str, Any]) -> list[dict[str, Any]]:

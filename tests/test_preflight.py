@@ -373,26 +373,30 @@ def test_memory_that_runs_out_ends_the_search_for_a_larger_model(packed, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("minutes", "saves", "compiling", "compiles"),
+    ("minutes", "saves", "cached", "compiles"),
     [
-        ("4", 0.2, 10.0, True),
-        ("4", 0.0, 10.0, False),  # measured, but not faster
-        ("0.5", 0.2, 10.0, None),  # too short to be tried
-        ("0.5", 0.2, 0.5, True),  # compiled code is in the cache
+        ("4", 0.2, False, True),
+        ("4", 0.0, False, False),  # measured, but not faster
+        ("0.5", 0.2, False, None),  # too short to be tried
+        ("0.5", 0.2, True, True),  # compiled code is in the cache
     ],
 )
 def test_a_run_compiles_if_this_saves_time(
-    packed, monkeypatch, tmp_path, minutes, saves, compiling, compiles
+    packed, monkeypatch, tmp_path, minutes, saves, cached, compiles
 ):
     monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
     times = tmp_path / "seconds.json"
-    times.write_text(json.dumps({"another model": compiling}))
-    asked = pretend(monkeypatch, 0.05, saves, compiling, times)
-    flags = budget_of(["--data", str(packed)], monkeypatch, MINUTES=minutes).flags()
+    asked = pretend(monkeypatch, 0.05, saves, 0.5 if cached else 10.0, times)
+    made = budget_of(["--data", str(packed)], monkeypatch, MINUTES=minutes)
+    names = map(made.times._name, made.models()) if cached else ["another model"]
+    times.write_text(json.dumps(known := dict.fromkeys(names, 10.0)))
+    flags = made.flags()
     assert flags["compile"] == ("on" if compiles else "off")
     tried = [each for each in asked if each["compile"] == "on"]
     assert len(tried) == (compiles is not None)
-    assert len(json.loads(times.read_text())) == 1 + len(tried)  # the time is remembered
+    remembered = json.loads(times.read_text())
+    assert len(remembered) == len(known) + (0 if cached else len(tried))
+    assert set(remembered.values()) == {10.0}  # the time of loading is not
 
 
 def budget_of(flags: list[str], monkeypatch, processes: int = 1, config: str = ZERO_2, **environ):
