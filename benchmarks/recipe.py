@@ -20,12 +20,12 @@ from benchmarks.cli import heading, new_parser, table
 from benchmarks.trained import train
 from benchmarks.variants import SPEED_STEPS, candidate
 from common.errors import UsageError, one_line_errors, stop_in_order
-from data.prepare import BY_SIZE, pieces_for
+from data.prepare import BY_SIZE
 from data.shards import read_description
 from engine.hardware import peak_flops
 from launch import recipe
 from launch.optimizer_flags import loss_flags, optimizer_flags, repetition_flags
-from launch.step_times import GPU_SHARE
+from launch.speed import FORWARD_SHARE, GPU_SHARE
 from launch.time_budget import GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED
 from model import ConfigError
 from training.arguments import as_words
@@ -84,11 +84,10 @@ def main(argv: list[str] | None = None) -> None:
 def row(data: Path, name: str, minutes: int, seed: int, more: str) -> dict:
     """Train the shape `name`, with the flags `more`, for `minutes`; return its row of the table."""
     settings = recipe.shape_settings(*NAMES[name], {})
-    length = settings["max_seq_len"]
-    model = candidate(settings, read_description(data)["vocab_size"], recipe.BATCH // length)
-    flags = (
-        settings | loss_flags(model, torch.cuda.is_available()) | optimizer_flags(model, muon=True)
-    )
+    length, pieces = settings["max_seq_len"], read_description(data)["vocab_size"]
+    model = candidate(settings, pieces, recipe.BATCH // length)
+    flags = settings | loss_flags(model, pieces, torch.cuda.is_available())
+    flags |= optimizer_flags(model, muon=True)
     flags |= repetition_flags(1, muon=True) | {"batch_size": model.rows}
     words = " ".join(as_words(flags))
     speed = train("speed", data, [words, f"{more} --max_steps {SPEED_STEPS}"], seed)
@@ -185,18 +184,17 @@ def planned(
         most_passes=MOST_PASSES_SEGMENTED if defaults.segmentations > 1 else MOST_PASSES,
         processes=max(1, gpus),
     )
-    dim = recipe.expected_dim(60 * minutes * flops, task.most_passes * task.tokens)
-    vocab_size = pieces_for(dim, int(size))
-    models = []
+    models, vocab_size = [], defaults.vocab_size
     for shape in recipe.SHAPES:
         settings = recipe.shape_settings(*shape, {"tie_embeddings": defaults.segmentations > 1})
         rows = (GPU_TOKENS if gpus else recipe.BATCH) // settings["max_seq_len"]
         models.append(candidate(settings, vocab_size, rows))
 
-    def seconds(model: recipe.Candidate) -> float:
-        return model.rows * model.length * model.flops * task.processes / flops
+    def speed(model: recipe.Candidate) -> recipe.Speed:
+        step = model.rows * model.length * model.flops * task.processes / flops
+        return recipe.Speed(step, FORWARD_SHARE * step / model.rows)
 
-    plan = recipe.choose(task, models, seconds)
+    plan = recipe.choose(task, models, speed)
     return plan, plan.steps * plan.step_seconds / 60, vocab_size
 
 

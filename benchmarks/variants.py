@@ -100,12 +100,12 @@ def recipe_flags(data: Path, shape: str, muon: bool) -> str:
     """Return the recipe's flags for a shape and a text that is read at most twice."""
     n_layers, _, dim = shape.partition("x")
     settings = recipe.shape_settings(int(n_layers), int(dim), {})
-    length = settings["max_seq_len"]
-    model = candidate(settings, read_description(data)["vocab_size"], recipe.BATCH // length)
+    length, pieces = settings["max_seq_len"], read_description(data)["vocab_size"]
+    model = candidate(settings, pieces, recipe.BATCH // length)
     return " ".join(
         as_words(
             settings
-            | loss_flags(model, torch.cuda.is_available())
+            | loss_flags(model, pieces, torch.cuda.is_available())
             | optimizer_flags(model, muon)
             | repetition_flags(1, muon)
             | {"batch_size": model.rows}

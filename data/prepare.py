@@ -54,7 +54,7 @@ class TextDefaults(NamedTuple):
     """Default settings for a text of less than `below` bytes."""
 
     below: float
-    vocab_size: int | None  # None: by the width of the model
+    vocab_size: int
     val_fraction: float
     section_bytes: int  # longer files of .txt or .py are cut into documents of at most this size
     segmentations: int  # see `data.encoding`
@@ -68,19 +68,8 @@ BY_SIZE = (
     TextDefaults(4e6, 4096, 0.03, 2 << 10, 20, (2.4, 3.6)),
     TextDefaults(10e6, 8192, 0.03, 2 << 10, 1, (2.6, 4)),
     TextDefaults(50e6, 8192, 0.03, 4 << 10, 1, (2.6, 4)),  # the built-in text
-    TextDefaults(math.inf, None, 0.02, 16 << 10, 1, (2.6, 4)),
+    TextDefaults(math.inf, 16384, 0.02, 16 << 10, 1, (2.6, 4)),
 )
-# The largest texts: width of a model below which the vocabulary has so many pieces.
-BY_WIDTH = ((640, 8192), (1536, 16384), (math.inf, 32768))
-
-
-def pieces_for(dim: int | None, n_bytes: int) -> int:
-    """Return how many pieces a tokenizer should have at most, for a text of this size and a model
-    of width `dim` (None: unknown, the fewest)."""
-    if dim is not None and dim < 1:
-        raise UsageError(f"--model_dim must be at least 1, not {dim}")
-    by_width = next(pieces for below, pieces in BY_WIDTH if (dim or 1) < below)
-    return next(each.vocab_size for each in BY_SIZE if n_bytes < each.below) or by_width
 
 
 def defaults_for(files: Iterable[str]) -> TextDefaults:
@@ -93,7 +82,7 @@ def defaults_for(files: Iterable[str]) -> TextDefaults:
 class PackingOptions:
     """Settings for text or conversations."""
 
-    vocab_size: int | None  # None: see `pieces_for`
+    vocab_size: int | None  # None: by the size of the text
     val_fraction: float | None  # None: see `val_fraction_of`
     workers: int
     skip_bad_lines: bool
@@ -101,7 +90,6 @@ class PackingOptions:
     text_column: str = TEXT_COLUMN  # see `read_records`
     segmentations: int | None = 1  # of a training document, see `data.encoding`; None: by size
     kind: str = TEXT  # one of `shards.KINDS`
-    model_dim: int | None = None  # width of the model that will read the text; None: unknown
 
     def val_fraction_of(self, files: list[str]) -> float:
         """Return the share of documents for validation."""
@@ -137,7 +125,7 @@ def prepare(
         else:
             size = options.vocab_size
             if may_shrink := size is None:
-                size = pieces_for(options.model_dim, text_size(files))
+                size = defaults_for(files).vocab_size
             sample, path = _sample(files, options), folder / TOKENIZER_FILE
             train_tokenizer(sample, size, path, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
@@ -169,8 +157,6 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         open_tokenizer(options.tokenizer)  # refuse a wrong file early
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     listing = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-    by_width, usual = (pieces_for(dim, text_size(files)) for dim in (options.model_dim, None))
-    by_itself = options.vocab_size is None and options.tokenizer is None
     return {
         "source": os.path.commonpath([path for path, _ in stats]),
         "files": len(files),
@@ -183,7 +169,6 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         "text_column": options.text_column,
         "segmentations": options.segmentations_of(files),
         **({"kind": options.kind} if options.kind != TEXT else {}),
-        **({"pieces_by_width": by_width} if by_itself and by_width != usual else {}),
     }
 
 

@@ -11,6 +11,8 @@ from training.rates import default_rates
 # Beside Muon, AdamW's rate grows with the root of the tokens per step, up to this number.
 MOST_FOR_RATE = 32768
 SAMPLED_SOFTMAX = 16  # for a new model on a CPU with a micro-batch of BATCH tokens
+SAMPLED_SHARE = 0.25  # of the pieces that a token is compared with, roughly
+SAMPLED_FROM = 8192  # pieces; with fewer, as for a text below 4 MB, the loss compares all of them
 
 
 def optimizer_flags(model: Candidate, muon: bool, batch: float = BATCH) -> dict[str, Any]:
@@ -27,12 +29,13 @@ def optimizer_flags(model: Candidate, muon: bool, batch: float = BATCH) -> dict[
     return {"optimizer": optimizer} | rates | schedule
 
 
-def loss_flags(model: Candidate, on_gpu: bool) -> dict[str, Any]:
-    """Return the flags for the loss of a model with random weights. In a small micro-batch each
-    piece is compared with as many tokens as in a large one. --sampled_softmax was not measured on a
-    GPU, where micro-batches are larger and have more different targets."""
+def loss_flags(model: Candidate, pieces: int, on_gpu: bool) -> dict[str, Any]:
+    """Return the flags for the loss of a model with random weights, over a vocabulary of so many
+    `pieces`. In a small micro-batch each piece is compared with as many tokens as in a large one.
+    --sampled_softmax was not measured on a GPU, where micro-batches are larger and have more
+    different targets."""
     parts = min(SAMPLED_SOFTMAX, int(SAMPLED_SOFTMAX * model.rows * model.length / BATCH))
-    return {} if on_gpu or parts < 2 else {"sampled_softmax": parts}
+    return {} if on_gpu or pieces < SAMPLED_FROM or parts < 2 else {"sampled_softmax": parts}
 
 
 def repetition_flags(passes: float, muon: bool) -> dict[str, Any]:

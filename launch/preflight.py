@@ -6,11 +6,9 @@ The training program makes the same checks, but its launcher adds a page of outp
 """
 
 import io
-import math
 import os
 import shlex
 import sys
-import time
 from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
@@ -21,15 +19,14 @@ from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
-from common.numbers import counted
-from data.corpus import find_files, text_size
+from common.numbers import available_cores, counted, size
+from data.conversations import SUFFIXES as CHAT_SUFFIXES
+from data.corpus import BUILTIN, SUFFIXES, find_files, text_size
 from engine.engine import OTHER_ENGINES, check_precision, deepspeed_plugin, set_launch_variables
-from engine.hardware import cpu_emulates_bf16, matrix_precision, require_usable_gpu
+from engine.hardware import cpu_emulates_bf16, require_usable_gpu
 from engine.launcher_settings import with_launcher_settings
-from launch.recipe import BATCH, expected_dim
 from launch.shell_variables import ShellVariables
-from launch.step_times import assumed_flops
-from launch.time_budget import GPU_TOKENS, MINUTES, MOST_PASSES, TimeBudget, fitting_shapes
+from launch.time_budget import MINUTES, MOST_PREPARING, TimeBudget, fitting_shapes
 from model import ConfigError, LMConfig
 from storage.folder import read_settings
 from training.arguments import TrainingArguments, as_arguments, as_words, build_parser, flags_of
@@ -40,7 +37,8 @@ from training.resume import find_folder
 # Exceptions of Accelerate for a file that it cannot use.
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 UNREADABLE += (yaml.YAMLError,)
-BYTES_PER_TOKEN = 4  # roughly, before a text is prepared
+# Bytes that a core prepares in a second, roughly.
+TEXT_PER_CORE, CHAT_PER_CORE = 4e6, 4e5
 
 
 def read_launch(config_file: str) -> bool:
@@ -113,27 +111,20 @@ def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[st
     return {k: v for k, v in saved.items() if k in names and v is not None}
 
 
-def expected_width(
-    request: ShellVariables, typed: dict[str, Any], processes: int, text: str
-) -> int:
-    """Return the width of the model that the run will train, roughly: `text` is not prepared.
-    `typed` includes what the launcher decides."""
-    args, shape = as_arguments(dict(typed), request.kind)
-    has_gpu = torch.cuda.is_available()
-    seconds = 60 * (request.minutes or MINUTES["cuda" if has_gpu else "cpu"])
-    precision = matrix_precision(args.mixed_precision)
-    flops = seconds * processes * assumed_flops(precision, request.machines, processes)
-    tokens = max(1, text_size(find_files(text))) / BYTES_PER_TOKEN
-    most_tokens = MOST_PASSES * tokens
-    if args.max_steps:
-        per_step = GPU_TOKENS * processes if has_gpu else BATCH
-        if "batch_size" in typed:
-            length = shape.get("max_seq_len", LMConfig.max_seq_len)
-            per_step = args.batch_size * length * processes
-        flops, most_tokens = math.inf, args.max_steps * per_step * args.accumulation_steps
-    elif "epochs" in typed:
-        flops, most_tokens = math.inf, args.epochs * tokens
-    return shape.get("dim") or expected_dim(flops, most_tokens, shape.get("n_layers"))
+def announce_preparation(request: ShellVariables, minutes: float) -> None:
+    """Say it before a preparation that will take a large part of the time."""
+    if request.stage == "distill" or request.names_data:
+        return
+    source, suffixes, speed = request.get("DATA", BUILTIN), SUFFIXES, TEXT_PER_CORE
+    if request.stage == "sft":
+        source, suffixes, speed = request.get("CHAT", BUILTIN), CHAT_SUFFIXES, CHAT_PER_CORE
+    n_bytes = 0 if source == BUILTIN else text_size(find_files(source, suffixes))
+    takes = n_bytes / speed / available_cores() / 60
+    if takes > MOST_PREPARING * minutes:
+        print(
+            f"preparing {size(n_bytes)} will take about {takes:.0f} min, if it is not prepared "
+            f"yet: the {minutes:g} min begin at its end"
+        )
 
 
 def main(words: list[str]) -> list[str]:
@@ -153,9 +144,9 @@ def main(words: list[str]) -> list[str]:
     typed = vars(parser.parse_args(words))
     decided = with_launcher_settings(typed, request.launcher_words(processes))
     words = [*as_words({k: v for k, v in decided.items() if k not in typed}), *words]
-    begun = time.time()
-    words = [*request.data_flags(partial(expected_width, request, decided, processes)), *words]
-    preparing = time.time() - begun
+    minutes = request.minutes or MINUTES["cuda" if torch.cuda.is_available() else "cpu"]
+    announce_preparation(request, minutes)
+    words = [*request.data_flags(), *words]
     typed = vars(parser.parse_args(words))
     saved = saved_flags(typed, request.kind)
     if "dtype" not in typed | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
@@ -172,7 +163,7 @@ def main(words: list[str]) -> list[str]:
         if request.stage == "distill":
             shape.pop("max_seq_len", None)  # the teacher decides the length
         inputs, deepspeed = check(typed | shape)
-        added = TimeBudget(request, inputs, deepspeed, typed, processes, preparing).flags()
+        added = TimeBudget(request, inputs, deepspeed, typed, processes).flags()
     check(typed | added)
     print(f"starting {counted(processes, 'processes')}; PyTorch is loaded again")
     return [*request.launcher_words(processes), request.kind.program, *as_words(added), *words]

@@ -1,13 +1,13 @@
 """Compute the model, the batch and the steps of run_accelerate.sh for a text, machine and time.
 
-`choose` measures nothing: it gets a function that returns the seconds of a step.
+`choose` measures nothing: it gets a function that returns the `Speed` of a model.
 docs/recipe.md has the measurements behind the numbers; benchmarks.recipe compares shapes.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import TooLittleMemoryError
 from common.numbers import counted
@@ -24,10 +24,12 @@ TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 7e6, 3.9, 0.286, 20
 COUNTED_PIECES = 4096  # of the output layer
 WITH_TEACHER = 2  # a student's token counts as so many when the shape is chosen
 # A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
-# tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps.
-BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS = 4096, 5e6, 0.5, 200
-MIN_STEPS = 20  # minimum micro-batches of a plan, even if they take too long
-EVALUATIONS = 4  # validations in a run
+# tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps, unless a
+# smaller batch is so slow that the run would train fewer than NEARLY times as many tokens.
+BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS, NEARLY = 4096, 5e6, 0.5, 200, 0.9
+# A run validates EVALUATIONS times. All validations together take at most VALIDATION_SHARE of the
+# time: they read fewer sequences, and if these would be fewer than LEAST_SAMPLES, there are fewer.
+EVALUATIONS, VALIDATION_SHARE, LEAST_SAMPLES = 4, 0.1, 64
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
 
 
@@ -38,8 +40,9 @@ class Task:
     seconds: float  # for training steps and validations
     tokens: float  # training tokens of one pass over the text
     most_passes: float  # over the text
-    validation_tokens: float = 0  # tokens of one validation
-    sequences: float | None = None  # about so many per step of all processes; None: tokens decide
+    samples: int = 0  # sequences of a validation, if time allows
+    validates_first: bool = False  # also before the first step, as fine-tuning does
+    batch: float | None = None  # tokens per step of all processes; None: the run's tokens decide
     processes: int = 1
     typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
 
@@ -50,7 +53,7 @@ class Candidate:
 
     settings: dict[str, Any]  # flags of the model
     parameters: int  # that the rule for the shape counts
-    flops: float  # model FLOPs per token, including the teacher's forward pass
+    flops: float  # FLOPs per token, including the teacher's forward pass
     length: float  # mean tokens per sequence
     rows: int  # sequences per process in one micro-batch; 0: the model does not fit into memory
     rows_alone: int = 0  # at most so many if this process trains alone
@@ -64,9 +67,16 @@ class Candidate:
         return f"{shape} ({(self.parameters + self.uncounted) / 1e6:,.2f} million parameters)"
 
 
+class Speed(NamedTuple):
+    """The seconds that one process needs for a model."""
+
+    micro_batch: float  # forward and backward pass, and a step of the optimizer
+    sample: float  # one sequence of the validation split
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A model, and its batch and steps."""
+    """A model, and its batch, steps and validations."""
 
     model: Candidate
     step_seconds: float
@@ -74,6 +84,8 @@ class Plan:
     steps: int
     tokens: float  # training tokens of the whole run
     passes: float  # over the text
+    evaluations: int  # validations after the first step
+    samples: int  # sequences of one validation
 
     @property
     def excess(self) -> float:
@@ -97,23 +109,6 @@ def uncounted_parameters(config: LMConfig) -> int:
     return config.dim * (pieces if config.tie_embeddings else pieces + config.vocab_size)
 
 
-def expected_dim(flops: float, most_tokens: float, n_layers: int | None = None) -> int:
-    """Return the width of the model that a run will train, roughly, before its text is prepared.
-
-    Args:
-        flops: FLOPs of the run; infinite if most_tokens alone decides.
-        most_tokens: tokens that the text allows, or of the run.
-        n_layers: layers of the model, if they are typed.
-    """
-
-    def misfit(shape: tuple[int, int]) -> float:
-        layers, dim = n_layers or shape[0], shape[1]
-        parameters = 12 * layers * dim**2 + COUNTED_PIECES * dim  # blocks and output layer
-        return abs(math.log(excess(min(flops / 6 / parameters, most_tokens), parameters)))
-
-    return min(SHAPES, key=misfit)[1]
-
-
 def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, Any]:
     """Return the model flags of a shape. Typed flags override them."""
     dim, kv_heads = typed.get("dim", dim), typed.get("n_kv_heads", 1)
@@ -128,18 +123,18 @@ def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, 
 
 
 def choose(
-    task: Task, models: list[Candidate], seconds: Callable[[Candidate], float], first: int = 0
+    task: Task, models: list[Candidate], speed: Callable[[Candidate], Speed], first: int = 0
 ) -> Plan:
     """Return the plan whose tokens per parameter suit the run best, among models of rising size.
-    `seconds` returns the time of a step with one micro-batch. The search goes from models[first] to
-    larger or smaller models until two neighbours enclose the best size, or to the end. A model for
-    which `seconds` raises TooLittleMemoryError, and all larger ones, are left out; if this is true
-    of the smallest, the error is raised."""
+    The search goes from models[first] to larger or smaller models until two neighbours enclose the
+    best size, or to the end. A model for which `speed` raises TooLittleMemoryError even with one
+    sequence, and all larger ones, are left out; if this is true of the smallest, the error is
+    raised."""
     plans: dict[int, Plan] = {}
     index, end = first, len(models)
     while 0 <= index < end and index not in plans:
         try:
-            plans[index] = plan = with_enough_steps(task, models[index], seconds)
+            plans[index] = plan = with_enough_memory(task, models[index], speed)
         except TooLittleMemoryError:
             if index == 0:
                 raise
@@ -149,26 +144,41 @@ def choose(
     return min(plans.values(), key=lambda plan: abs(math.log(plan.excess)))
 
 
-def with_enough_steps(task: Task, model: Candidate, seconds: Callable[[Candidate], float]) -> Plan:
-    """Return the plan for a model, with fewer sequences per micro-batch than model.rows if the run
-    would have fewer than LEAST_STEPS steps."""
-    plan = plan_for(task, model, seconds(model))
-    fixed = {"batch_size", "max_steps", "epochs"} & task.typed.keys()
-    while plan.steps < LEAST_STEPS and plan.model.rows > 1 and not fixed:
+def with_enough_memory(task: Task, model: Candidate, speed: Callable[[Candidate], Speed]) -> Plan:
+    """Return the plan for a model, with half the rows as long as memory runs out."""
+    while True:
+        try:
+            return with_enough_steps(task, model, speed)
+        except TooLittleMemoryError:
+            if model.rows == 1 or "batch_size" in task.typed:
+                raise
+            model = replace(model, rows=model.rows // 2)
+
+
+def with_enough_steps(task: Task, model: Candidate, speed: Callable[[Candidate], Speed]) -> Plan:
+    """Return the plan for a model. If the run would have fewer than LEAST_STEPS steps of one
+    micro-batch, its micro-batches become smaller, as long as this gives more steps."""
+    plan = plan_for(task, model, speed(model))
+    plans, fixed = [plan], {"batch_size", "max_steps", "epochs"} & task.typed.keys()
+    while plan.steps < LEAST_STEPS and plan.accumulation == 1 and plan.model.rows > 1 and not fixed:
         fewer = replace(plan.model, rows=max(1, plan.model.rows * plan.steps // LEAST_STEPS))
-        plan = plan_for(task, fewer, seconds(fewer))
-    return plan
+        plan = plan_for(task, fewer, speed(fewer))
+        if plan.steps <= plans[-1].steps:
+            break
+        plans.append(plan)
+    most = max(plan.tokens for plan in plans)
+    return next(plan for plan in reversed(plans) if plan.tokens >= NEARLY * most)
 
 
-def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
-    """Return the plan for a model. `seconds` is the time of a step with one micro-batch."""
+def plan_for(task: Task, model: Candidate, speed: Speed) -> Plan:
+    """Return the plan for a model of this speed, with at least one step."""
     typed, together = task.typed, model.rows * model.length * task.processes  # tokens
-    # A validation token takes a third of the time: it has no backward pass.
-    affordable = together / seconds * task.seconds - EVALUATIONS * task.validation_tokens / 3
-    wanted = max(MIN_STEPS * together, min(affordable, task.most_passes * task.tokens))
-    batch = BATCH * max(1, wanted / BATCH_UNTIL) ** BATCH_RISE
-    if task.sequences:
-        batch = task.sequences * model.length
+    sample_seconds = speed.sample / task.processes
+    evaluations, samples = validations(task, sample_seconds)
+    left = task.seconds - (evaluations + task.validates_first) * samples * sample_seconds
+    affordable = max(0, left) / speed.micro_batch * together  # tokens
+    wanted = max(together, min(affordable, task.most_passes * task.tokens))
+    batch = task.batch or BATCH * max(1, wanted / BATCH_UNTIL) ** BATCH_RISE
     batch = min(batch, wanted / LEAST_STEPS)
     accumulation = typed.get("accumulation_steps", max(1, round(batch / together)))
     if "max_steps" in typed:
@@ -178,4 +188,24 @@ def plan_for(task: Task, model: Candidate, seconds: float) -> Plan:
     else:
         steps = max(1, int(wanted / together / accumulation))
     tokens = steps * accumulation * together
-    return Plan(model, seconds * accumulation, accumulation, steps, tokens, tokens / task.tokens)
+    return Plan(
+        model=model,
+        step_seconds=speed.micro_batch * accumulation,
+        accumulation=accumulation,
+        steps=steps,
+        tokens=tokens,
+        passes=tokens / task.tokens,
+        evaluations=evaluations,
+        samples=samples,
+    )
+
+
+def validations(task: Task, sample_seconds: float) -> tuple[int, int]:
+    """Return the number of validations after the first step, and the sequences of each, for which
+    VALIDATION_SHARE of the time suffices. Where flags decide, the time does not."""
+    if not task.samples or {"eval_samples", "max_steps", "epochs"} & task.typed.keys():
+        return EVALUATIONS, task.samples
+    first, least = int(task.validates_first), min(task.samples, LEAST_SAMPLES)
+    affordable = int(VALIDATION_SHARE * max(0, task.seconds) / max(sample_seconds, 1e-9))
+    evaluations = max(1, min(EVALUATIONS, affordable // least - first))
+    return evaluations, max(1, min(task.samples, affordable // (evaluations + first)))

@@ -4,7 +4,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,10 +109,9 @@ class ShellVariables:
         """True if prepared data is typed: --data."""
         return any(word.partition("=")[0] == "--data" for word in self.flags)
 
-    def data_flags(self, width: Callable[[str], int]) -> list[str]:
-        """Prepare text for pretraining; return the flags that name the data or the teacher.
-        `width` returns the width of the model that will read a text. Raises UsageError if
-        preparing fails, or if --data is given with DATA or PREPARE_FLAGS."""
+    def data_flags(self) -> list[str]:
+        """Prepare text for pretraining; return the flags that name the data or the teacher. Raises
+        UsageError if preparing fails, or if --data is given with DATA or PREPARE_FLAGS."""
         if self.stage == "sft":  # prepared by the training program, which knows the tokenizer
             return ["--conversations", self.get("CHAT", "builtin")]
         if self.stage == "distill":  # the teacher decides the data
@@ -124,9 +123,9 @@ class ShellVariables:
                 raise UsageError(f"{both}: leave out --data, or both variables")
             return []
         folder = str(default_out(text, more))
-        command = [sys.executable, "-m", "scripts.prepare_data", "--model_dim", str(width(text))]
+        command = [sys.executable, "-m", "scripts.prepare_data"]
         if "--tokenizer" not in more:  # data of another tokenizer is prepared again
-            command.append("--reuse")  # data for another width, or by older defaults, is kept
+            command.append("--reuse")  # data that was prepared by older defaults is kept
         command += [*shlex.split(more), "--data", text, "--out", folder, "--overwrite"]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             raise ReportedError(f"{text} could not be prepared")

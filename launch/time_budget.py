@@ -1,24 +1,22 @@
 """Choose the flags that the user did not type, so that the run takes MINUTES: measure and plan."""
 
 import math
-import shlex
 import time
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import psutil
 import torch
 
-from common.errors import UsageError
+from common.errors import TooLittleMemoryError, UsageError
 from common.numbers import counted
-from data.prepare import BY_WIDTH, pieces_for
 from data.shards import CONVERSATIONS
 from engine.compilation import obstacle
 from engine.deepspeed_config import file_of
 from engine.memory import kind_of
 from launch import recipe
 from launch.optimizer_flags import (
+    SAMPLED_SHARE,
     fine_tuning_rate,
     loss_flags,
     optimizer_flags,
@@ -26,15 +24,18 @@ from launch.optimizer_flags import (
     token_noise,
 )
 from launch.shell_variables import ShellVariables
-from launch.step_times import CACHED_SECONDS, StepTimes
+from launch.speed import SpeedMeter
 from model import ConfigError, LMConfig
 from training.inputs import Inputs, shapes_of
 from training.rates import FROM_WEIGHTS
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# The launch is assumed to take LAUNCH_SHARE times the seconds of preflight before its first choice
-# (without those for preparing the text). Writing the results is assumed to take END_SECONDS.
+# The launch is assumed to take LAUNCH_SHARE times the CPU time of preflight before its first
+# choice, which leaves out the preparation of the text, and writing the results END_SECONDS.
 LAUNCH_SHARE, END_SECONDS = 1.5, 4
+# Preparation that takes more than this share of MINUTES does not count: time begins at its end.
+MOST_PREPARING = 0.5
+MEASURING_SHARE, MOST_MEASURING = 0.2, 120  # share of the time for measuring; at most so many s
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 MOST_PASSES = 10  # over a text, assumed
 MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/encoding.py)
@@ -42,7 +43,9 @@ MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
 CHAT_BATCH = 16  # about so many conversations per process in a step; fewer in short runs
 LOG_LINES = 50  # log lines in a run, approximately
-COMPILING_SAVES = 0.17  # compiling is tried if it pays off with this share of the time of a step
+# Compiling is tried if it pays off when it saves this share of a step and takes so many seconds.
+# The run loads the compiled code again, which takes about CACHED_SECONDS.
+COMPILING_SAVES, COMPILE_SECONDS, CACHED_SECONDS = 0.17, 15.0, 2.0
 
 
 def fitting_shapes(typed: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,7 +73,6 @@ class TimeBudget:
         inputs: the run with the first valid shape, or with the shape of existing weights.
         deepspeed: DeepSpeed's configuration, if any.
         typed: the flags that the user typed, and the flags that preflight has added.
-        preparing: seconds that preparing the text took.
     """
 
     def __init__(
@@ -80,20 +82,24 @@ class TimeBudget:
         deepspeed: dict | None,
         typed: dict[str, Any],
         processes: int,
-        preparing: float = 0,
     ):
         self.request, self.inputs, self.typed = request, inputs, typed
-        self.processes, self.preparing = processes, preparing
-        self.started, self.begun = psutil.Process().create_time(), time.time()
+        self.processes = processes
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.minutes = request.minutes or MINUTES[self.device.type]
         self.kind = kind_of(deepspeed)
-        self.times = StepTimes(request, inputs, self.kind, processes)
+        measuring = min(MEASURING_SHARE * 60 * self.minutes, MOST_MEASURING)
+        self.meter = SpeedMeter(request, inputs, self.kind, processes, measuring)
         self.muon = self.kind.takes_muon and typed.get("optimizer") != "adamw"
         self.fixed = inputs.source is not None  # existing weights decide the shape
         self.talks = inputs.train_set.kind == CONVERSATIONS
         self.knows_steps = not {"max_steps", "epochs"}.isdisjoint(typed)
         self.compiles: bool | None = None  # None: the training program decides
+        self.started, self.launching = psutil.Process().create_time(), time.process_time()
+        waited = time.time() - self.started - self.launching  # mostly for the preparation
+        if waited > MOST_PREPARING * 60 * self.minutes:
+            print(f"preparing took {waited / 60:.1f} min: the {self.minutes:g} min begin now")
+            self.started += waited
 
     def models(self) -> list[recipe.Candidate]:
         """Return the models to choose from, smallest first. A model that does not fit into memory
@@ -125,19 +131,19 @@ class TimeBudget:
         length = config.max_seq_len if data.lengths is None else data.tokens_per_sample
         tokens = GPU_TOKENS if self.device.type == "cuda" else recipe.BATCH / self.processes
         rows = CHAT_BATCH if self.talks else max(1, round(tokens / length))
-        fitting = self.times.largest_rows(shapes, self.processes)
+        fitting = self.meter.largest_rows(shapes, self.processes)
         rows = self.typed.get("batch_size", min(rows, fitting))
         rows = rows if rows <= fitting else 0
         if self.request.machines > 1 and "batch_size" not in self.typed:
             rows = rows and 1 << (rows.bit_length() - 1)  # free memory may differ a little
-        rows_alone = self.times.largest_rows(shapes, 1) if self.processes > 1 else rows
+        rows_alone = self.meter.largest_rows(shapes, 1) if self.processes > 1 else rows
         settings = settings or {"n_layers": config.n_layers, "dim": config.dim}
         flops, parameters = shapes.flops_per_token(length), shapes.num_parameters(active=True)
         uncounted = recipe.uncounted_parameters(config)
         teacher = self.inputs.teacher
         if teacher:  # a step includes its forward pass
             flops += teacher.shapes.flops_per_token(length) / 3
-        return recipe.Candidate(
+        model = recipe.Candidate(
             settings=settings,
             parameters=parameters - uncounted,
             flops=flops,
@@ -147,82 +153,78 @@ class TimeBudget:
             student=bool(teacher),
             uncounted=uncounted,
         )
+        if "sampled_softmax" in self.model_flags(model):
+            output = 6 * config.dim * config.vocab_size
+            model = replace(model, flops=flops - (1 - SAMPLED_SHARE) * output)
+        return model
 
     def left(self) -> float:
         """Return the seconds that are left for steps and validations."""
         if self.request.machines > 1:
             return 60 * self.minutes
-        launch = LAUNCH_SHARE * (self.begun - self.started - self.preparing)
+        launch = LAUNCH_SHARE * self.launching
         return 60 * self.minutes - (time.time() - self.started) - launch - END_SECONDS
 
     def task(self) -> recipe.Task:
         """Describe the data of the run and its time."""
         args, data, val = self.inputs.args, self.inputs.train_set, self.inputs.val_set
         most = MOST_PASSES_SEGMENTED if data.segmentations > 1 else MOST_PASSES
-        samples = min(len(val), args.eval_samples or len(val)) if val else 0
         return recipe.Task(
             seconds=self.left(),
             tokens=data.samples_per_epoch * data.tokens_per_sample,
             most_passes=MOST_PASSES_CHAT if self.talks else most,
-            validation_tokens=samples * data.tokens_per_sample,
-            sequences=CHAT_BATCH * self.processes if self.talks else None,
+            samples=min(len(val), args.eval_samples or len(val)) if val else 0,
+            validates_first=self.request.stage == "sft",
+            batch=CHAT_BATCH * self.processes * data.tokens_per_sample if self.talks else None,
             processes=self.processes,
             typed=self.typed,
         )
 
     def plan(self) -> recipe.Plan:
-        """Choose the model, the batch and the steps, and print them."""
+        """Choose the model, the batch and the steps, and print them. Raises TooLittleMemoryError if
+        no model fits into memory."""
         task, models = self.task(), self.models()
-        plan, how = recipe.choose(task, models, self.times.assumed), "assumed"
+        plan, how = recipe.choose(task, models, self.meter.assumed), "assumed"
         # Several machines would measure different times, but must choose the same flags.
         if not (self.knows_steps or self.request.machines > 1):
             first = next(i for i, m in enumerate(models) if m.settings == plan.model.settings)
             try:
-                plan, how = self.measured_plan(task, models, first), "expected"
+                plan, how = recipe.choose(task, models, self.speed, first), "expected"
+                plan = self.compiled_plan(task, plan)
+            except TooLittleMemoryError:
+                raise
             except UsageError as error:
                 print(f"the speed is assumed, because steps cannot be measured: {error}")
         print(f"{'recipe':>13}: {self.describe(task, models, plan, how)}")
         return plan
 
-    def measured_plan(self, task: recipe.Task, models: list, first: int) -> recipe.Plan:
-        """Choose by measured times; decide whether the run compiles. Raises UsageError if steps
-        cannot be measured."""
-        plan = self.uncompiled_plan(task, models, first)
-        seconds = plan.step_seconds / plan.accumulation
-        wanted, taken = self.inputs.args.compile, plan.steps * plan.step_seconds
-        pays = COMPILING_SAVES * taken > self.times.compiling(plan.model)
+    def speed(self, model: recipe.Candidate) -> recipe.Speed:
+        """Measure the speed of a model that is not compiled."""
+        return self.meter.measured(model, self.run_flags(model))
+
+    def compiled_plan(self, task: recipe.Task, plan: recipe.Plan) -> recipe.Plan:
+        """Decide whether the run compiles; return the plan for the time that is then left."""
+        speed, wanted = self.speed(plan.model), self.inputs.args.compile
+        taken = plan.steps * plan.step_seconds
         if wanted != "off" and self.kind.stage != 3:
             self.compiles = wanted == "on"
+            pays = COMPILING_SAVES * taken > COMPILE_SECONDS
             if (self.compiles or pays) and obstacle(self.device) is None:
-                try:
-                    compiled = self.seconds(plan.model, compiled=True)  # the run reuses this code
+                threads = (self.meter.threads,) if self.meter.threads else ()
+                try:  # the run reuses this code
+                    compiled = self.meter.measure(
+                        plan.model, self.run_flags(plan.model), threads, compiled=True
+                    )
                 except UsageError as error:
                     print(f"compiled steps cannot be measured: {error}")
-                    compiled = seconds
-                self.compiles |= taken * (1 - compiled / seconds) > CACHED_SECONDS
-                seconds = compiled if self.compiles else seconds
-        return recipe.plan_for(replace(task, seconds=self.left()), plan.model, seconds)
+                    compiled = speed
+                saved = taken * (1 - compiled.micro_batch / speed.micro_batch)
+                self.compiles |= saved > CACHED_SECONDS
+                speed = compiled if self.compiles else speed
+        return recipe.plan_for(replace(task, seconds=self.left()), plan.model, speed)
 
-    def uncompiled_plan(self, task: recipe.Task, models: list, first: int) -> recipe.Plan:
-        """Choose by measured times of steps that are not compiled. Now and then steps of one shape
-        take several times as long as usual, so contradictory times are measured once more."""
-        least: dict[tuple[str, int], float] = {}  # name and rows of a model → seconds of a step
-
-        def measure(model: recipe.Candidate) -> float:
-            case, found = (model.name, model.rows), self.seconds(model, compiled=False)
-            least[case] = min(found, least.get(case, found))
-            return least[case]
-
-        plan = recipe.choose(task, models, measure, first)
-        times = ((model, least.get((model.name, model.rows))) for model in models)
-        speeds = [self.times.assumed(model) / seconds for model, seconds in times if seconds]
-        if self.device.type == "cpu" and any(max(two) > 1.5 * min(two) for two in pairwise(speeds)):
-            print("the speeds of two shapes contradict each other: they are measured once more")
-            plan = recipe.choose(self.task(), models, measure, first)
-        return plan
-
-    def seconds(self, model: recipe.Candidate, compiled: bool) -> float:
-        """Measure the seconds of a step with one micro-batch."""
+    def run_flags(self, model: recipe.Candidate) -> dict[str, Any]:
+        """Return the flags of a run that trains the model."""
         args, source = self.inputs.args, self.inputs.source
         flags = self.model_flags(model) | self.typed | {"data": args.data, "resume": None}
         flags |= {"teacher": args.teacher} if args.teacher else {}
@@ -231,7 +233,7 @@ class TimeBudget:
             flags["conversations"] = "builtin"  # beside --data, other values are refused
         if (file := file_of(args)) != "none":
             flags["deepspeed"] = file
-        return self.times.measured(model, flags, compiled)
+        return flags
 
     def describe(self, task: recipe.Task, models: list, plan: recipe.Plan, how: str) -> str:
         """Describe the plan, and name the model that four times the minutes would train."""
@@ -246,48 +248,26 @@ class TimeBudget:
             return f"{text}; this is the most that the text allows: more text would help"
         if plan.steps < recipe.LEAST_STEPS:
             text += "; these are few steps: set more MINUTES"
-        if better := self.better_vocabulary(plan):
-            flags = f"{self.request.get('PREPARE_FLAGS')} --vocab_size {better}".strip()
-            text += f"; a vocabulary of {better:,} would suit it better than "
-            text += f"{self.inputs.config.vocab_size:,}: type PREPARE_FLAGS={shlex.quote(flags)}"
         if len(models) > 1:
-            ratio = plan.step_seconds / plan.accumulation / self.times.assumed(plan.model)
             longer = replace(task, seconds=task.seconds + 180 * self.minutes)
-            longer = recipe.choose(longer, models, lambda each: ratio * self.times.assumed(each))
+            longer = recipe.choose(longer, models, self.meter.assumed)
             text += f"; {4 * self.minutes:g} min would train {longer.model.name}"
         return text
-
-    def better_vocabulary(self, plan: recipe.Plan) -> int:
-        """Return how many pieces suit the text and the model of the plan better than the present
-        number; 0 if none do, if the user chose the vocabulary, or if the text allows no more."""
-        data, pieces = self.inputs.train_set, self.inputs.config.vocab_size
-        made_from = data.description.get("prepared_from", {})
-        chosen = made_from.get("vocab_size") or made_from.get("tokenizer")
-        chosen = chosen or self.fixed or self.inputs.teacher or self.request.names_data
-        # A short text has fewer pieces than `pieces_for` allows: a number that is no default of
-        # this or an older version (4,096).
-        if chosen or pieces not in (4096, *dict(BY_WIDTH).values()):
-            return 0
-        n_bytes = data.description["splits"]["train"]["bytes"] // data.segmentations
-        better = pieces_for(plan.model.settings["dim"], n_bytes)
-        return better if better > pieces else 0
 
     def model_flags(self, model: recipe.Candidate, batch: float = recipe.BATCH) -> dict:
         """Return the flags that depend on the model, the kind of optimizer, and the number of
         tokens in a step."""
         if self.fixed:
             return {"learning_rate": fine_tuning_rate(model.settings["dim"])}
-        # A student compares the teacher's whole vocabulary. Where the time does not decide how long
-        # a run is, as for most texts in several segmentations, there is no time to gain.
-        several = self.inputs.train_set.segmentations > 1
-        whole = self.inputs.teacher or self.knows_steps or several
-        of_loss = {} if whole else loss_flags(model, self.device.type == "cuda")
+        # A student compares the teacher's whole vocabulary.
+        pieces = 0 if self.inputs.teacher else self.inputs.config.vocab_size
+        of_loss = loss_flags(model, pieces, self.device.type == "cuda")
         return model.settings | of_loss | optimizer_flags(model, self.muon, batch)
 
     def flags(self) -> dict[str, Any]:
         """Return the flags to add to the typed flags."""
         plan = self.plan()
-        every = math.ceil(plan.steps / recipe.EVALUATIONS)
+        every = math.ceil(plan.steps / plan.evaluations)
         flags = {
             "batch_size": plan.model.rows,
             "accumulation_steps": plan.accumulation,
@@ -295,8 +275,12 @@ class TimeBudget:
             "log_interval": max(1, plan.steps // LOG_LINES),
             "eval_interval": every,
             "sample_interval": every,
-            "save_interval": every,
+            "save_interval": math.ceil(plan.steps / recipe.EVALUATIONS),
         }
+        if plan.samples < self.task().samples:
+            flags["eval_samples"] = plan.samples
+        if self.meter.threads:
+            flags["threads"] = self.meter.threads
         flags |= self.model_flags(plan.model, plan.tokens / plan.steps)
         if not self.fixed:
             flags |= repetition_flags(plan.passes, self.muon)

@@ -33,13 +33,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     source = f"{', '.join(CONVERSATION_SUFFIXES)} {source}"
     add("--conversations", metavar="DATA", help=f"conversations instead of text: {source}")
     add("--out", type=Path, help="folder to write (default: out/data/NAME[-chat])")
-    add(
-        "--vocab_size",
-        type=int,
-        help="pieces of the tokenizer (default: by the text and --model_dim)",
-    )
-    width = "width of the model that will read the text, which decides the default of --vocab_size"
-    add("--model_dim", type=int, help=width)
+    add("--vocab_size", type=int, help=f"pieces of the tokenizer ({BY_SIZE})")
     add("--tokenizer", help="tokenizer file, or its folder (default: train a new one)")
     add("--val_fraction", type=float, help=f"share of documents for validation ({BY_SIZE})")
     add("--text_column", help=f"key or column of the text (default: {TEXT_COLUMN})")
@@ -55,7 +49,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if (least := min(args.workers, segmentations)) < 1:
         parser.error(f"--segmentations and --workers must be at least 1, not {least}")
     if args.conversations is not None:
-        for name in ("data", "vocab_size", "model_dim", "text_column", "segmentations"):
+        for name in ("data", "vocab_size", "text_column", "segmentations"):
             if getattr(args, name) is not None:
                 parser.error(f"--{name} cannot be used with --conversations")
         if args.tokenizer is None:
@@ -125,7 +119,6 @@ def main(argv: list[str] | None = None) -> None:
         val_fraction=args.val_fraction,
         workers=args.workers,
         skip_bad_lines=args.skip_bad_lines,
-        model_dim=args.model_dim,
         tokenizer=args.tokenizer,
         text_column=args.text_column or TEXT_COLUMN,
         segmentations=args.segmentations if of_text else 1,

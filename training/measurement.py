@@ -7,10 +7,10 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import redirect_stdout
-from itertools import count, pairwise
-from statistics import median
+from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -18,38 +18,92 @@ import torch
 from training.arguments import TrainingArguments, as_arguments
 from training.failures import one_line_failures
 from training.interruption import SIGNALS
-from training.run import Run
+from training.run import MicroBatch, Run
 from training.set_up import notebook_process, set_up
+from training.validation import validate
 
-MEASURED_SECONDS = 1.5  # minimum time to measure; at least two steps
+# Seconds of a window, and windows of each number of threads. The shortest window counts, because
+# other programs may disturb one of them.
+WINDOW, WINDOWS = 0.35, 2
+# A measurement takes about ten steps. If these would take too long, its steps have fewer sequences.
+STEPS = 10
 # The steps end by time, long before max_steps.
 QUIET = {"log_with": "none", "max_steps": 10**9, "save_interval": 0, "save_minutes": 0.0}
 QUIET |= {"profile": False, "warmup_steps": None, "accumulation_steps": 1}
 
 
-class StepTime(NamedTuple):
-    typical: float  # seconds of a step, the median
-    first: float  # seconds of the first step, which compiles and allocates memory
+class Measured(NamedTuple):
+    step: float  # seconds of a step with one micro-batch
+    sample: float  # seconds of one sequence in a validation; 0 without validation data
+    threads: int | None  # the fastest number of CPU threads; None: there was no choice
 
 
 class TimedRun(Run):
-    """A run of a few steps that takes their time. It logs, validates, samples and saves nothing."""
+    """A run of a few steps that takes their time with each of several numbers of `threads`, in
+    about `seconds` at most. It logs, validates, samples and saves nothing."""
 
-    def __init__(self, *parts, **names):
+    def __init__(self, *parts, threads: tuple[int, ...], seconds: float, **names):
         super().__init__(*parts, **names)
-        self.clock: list[float] = []  # time.perf_counter() before the first and after each step
+        self.threads, self.until = threads, time.perf_counter() + seconds
+        self.seconds = seconds
+        self.rows = self.args.batch_size  # sequences of a micro-batch
+        self.times: dict[int | None, float] = {}  # number of threads → seconds of a step
+        self.sample_seconds = 0.0
+        self._numbers = count(1)
 
     def steps(self) -> Iterator[int]:
-        """Yield steps until MEASURED_SECONDS have passed since the first one."""
+        """Yield steps until all times are taken."""
         self.model.train()
-        self.clock.append(time.perf_counter())
-        for step in count(1):
-            yield step
+        if self.why_not_compiled:  # other numbers of sequences would be compiled anew
+            self.rows = 1
+            yield from self._window()  # allocates memory
+            taken = yield from self._window()
+            share = min(1.0, self.seconds / STEPS / taken)
+            self.rows = max(1, int(share * self.args.batch_size))
+        yield from self._window()
+        for _ in range(WINDOWS):
+            for number in self.threads or (None,):
+                if self.times.get(number) and time.perf_counter() > self.until:
+                    continue
+                if number:
+                    torch.set_num_threads(number)
+                taken = yield from self._window(WINDOW)
+                self.times[number] = min(taken, self.times.get(number, taken))
+        if self.best:
+            torch.set_num_threads(self.best)
+        if self.val_loader:
+            self.sample_seconds = self._validation_seconds()
+
+    @property
+    def best(self) -> int | None:
+        """The number of threads with the shortest steps."""
+        return min(self.times, key=self.times.get)
+
+    def _window(self, seconds: float = 0.0) -> Generator[int, None, float]:
+        """Yield steps for `seconds`, at least one; return the seconds of a step of a whole
+        micro-batch."""
+        begun = time.perf_counter()
+        for n in count(1):
+            yield next(self._numbers)
             if self.accelerator.device.type == "cuda":
                 torch.cuda.synchronize()
-            self.clock.append(time.perf_counter())
-            if step > 2 and self.clock[-1] - self.clock[1] > MEASURED_SECONDS:
-                return
+            if (taken := time.perf_counter() - begun) >= seconds:
+                return taken / n * self.args.batch_size / self.rows
+
+    def _validation_seconds(self) -> float:
+        """Return the seconds of a sequence in a validation."""
+        times, (tokens, targets) = [], next(iter(self.val_loader))
+        batch = tokens[: self.rows], targets[: self.rows]
+        while len(times) < WINDOWS and (not times or time.perf_counter() < self.until):
+            begun = time.perf_counter()
+            validate(self.model, [batch], self.accelerator, 1.0)
+            times.append(time.perf_counter() - begun)
+        return min(times) / len(batch[0])
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        for batch in super().micro_batches():
+            tokens, targets = batch.tokens[: self.rows], batch.targets[: self.rows]
+            yield batch._replace(tokens=tokens, targets=targets)
 
     def end(self, step: int, grad_norm) -> None:
         pass
@@ -64,9 +118,12 @@ class TimedRun(Run):
         self.log.close()
 
 
-def measure_steps(kind: type[TrainingArguments], flags: dict, threads: int | None) -> StepTime:
-    """Run a training program in this process alone and return the times of its steps. The run
-    folder is deleted. `threads`: CPU threads; None: `set_up` decides.
+def measure(
+    kind: type[TrainingArguments], flags: dict, threads: tuple[int, ...], seconds: float
+) -> Measured:
+    """Run a training program in this process alone and return the times of its steps, with the best
+    of these numbers of CPU `threads`; (): `set_up` decides. The run folder is deleted. If steps
+    would take longer than about `seconds`, steps of fewer sequences are measured and scaled up.
 
     Raises UsageError or ConfigError if the flags cannot work, TooLittleMemoryError if memory ran
     out."""
@@ -82,11 +139,9 @@ def measure_steps(kind: type[TrainingArguments], flags: dict, threads: int | Non
         os.environ["WORLD_SIZE"] = "1"
         args, settings = as_arguments(flags | QUIET | {"out_dir": folder}, kind)
         with one_line_failures(args, settings):
-            run = set_up(args, settings, TimedRun)
+            run = set_up(args, settings, partial(TimedRun, threads=threads, seconds=seconds))
             for number in SIGNALS:  # a signal ends the measurement at once
                 signal.signal(number, signal.SIG_DFL)
-            if threads:
-                torch.set_num_threads(threads)
             try:
                 importlib.import_module(kind.program.removesuffix(".py")).train(run)
             finally:
@@ -94,5 +149,4 @@ def measure_steps(kind: type[TrainingArguments], flags: dict, threads: int | Non
                     # Else DeepSpeed's hooks keep the weights. Under ZeRO-3 a cache of it does, too.
                     run.model.destroy()
                     importlib.import_module("deepspeed.comm").destroy_process_group()
-            first, *others = (after - before for before, after in pairwise(run.clock))
-    return StepTime(median(others), first)
+    return Measured(run.times[run.best], run.sample_seconds, run.best)
