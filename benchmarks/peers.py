@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.work import Work
 from engine.deepspeed_config import ADAM_EPS
-from engine.hardware import keep_freed_memory, use_all_cores
+from engine.hardware import keep_freed_memory, set_threads
 from training.arguments import TrainingArguments
 from training.optimizer import parameter_groups
 
@@ -109,7 +109,7 @@ class PeerStep:
     expected = None  # there is no estimate of its memory
 
     def __init__(self, peer: str, work: Work, compiled: bool, our_allocator: bool):
-        use_all_cores()
+        set_threads()
         if our_allocator and not keep_freed_memory():
             raise RuntimeError("the allocator settings need glibc, but this is another C library")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -27,7 +27,7 @@ from benchmarks.ours import synchronize
 from benchmarks.turns import NOTE, Turn, record, table_rows
 from benchmarks.work import DATA, SIZES, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
-from engine.hardware import peak_flops, use_all_cores
+from engine.hardware import peak_flops, set_threads
 
 PROGRAM = "benchmarks.throughput"
 REPEATS = 5  # measurements of each product
@@ -219,7 +219,7 @@ class Session:
 def matrix_flops(dtype: torch.dtype) -> float:
     """Return the FLOP/s of matrix products: the median of the repeats, for the fastest shape. The
     column "of products" of the table divides by this number."""
-    use_all_cores()
+    set_threads()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
     for m, k, n in PRODUCTS[device.type]:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from common.errors import UsageError
 from engine.deepspeed_config import BY_WIDTH, file_of, read_config, resolve
-from engine.hardware import has_bf16, keep_freed_memory, require_usable_gpu, use_all_cores
+from engine.hardware import has_bf16, keep_freed_memory, require_usable_gpu, set_threads
 from engine.memory import Kind, kind_of
 from engine.settings import Settings
 
@@ -120,7 +120,7 @@ def build_engines(models: Sequence[Settings]) -> list[Engine]:
             skip_compiled_communication()
     with announced_wait():
         accelerators = _accelerators(models, plugins)
-        use_all_cores()
+        set_threads(args.threads)
         group = None
         if accelerators[0].num_processes > 1:
             group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)

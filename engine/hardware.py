@@ -189,15 +189,21 @@ def keep_freed_memory() -> bool:
     return all(libc.mallopt(name, value) for name, value in KEEP_FREED.items())
 
 
-def use_all_cores() -> None:
-    """Divide this machine's cores among its processes, unless the user has set OMP_NUM_THREADS.
-    Some launchers set this variable to 1 for their processes. In this case the environment of the
-    launcher process tells whether the user has set the variable."""
+def set_threads(typed: int | None = None) -> None:
+    """Use `typed` CPU threads in this process. None: as many as the user's OMP_NUM_THREADS says, or
+    an equal part of this machine's cores for each of its processes."""
+    if typed is None and not user_sets_threads():
+        typed = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if typed is not None:  # else PyTorch has read OMP_NUM_THREADS
+        torch.set_num_threads(typed)
+
+
+def user_sets_threads() -> bool:
+    """Return whether the user has set OMP_NUM_THREADS. Some launchers set this variable to 1 for
+    their processes. In this case the environment of the launcher process tells."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
         threads = None
         with suppress(psutil.Error, AttributeError):  # no parent process, or another user's
             threads = psutil.Process().parent().environ().get("OMP_NUM_THREADS")
-    if threads is None:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(max(1, available_cores() // processes))
+    return threads is not None

@@ -20,6 +20,7 @@ class Settings(Protocol):
     deepspeed: str | None
     coalesce_reduction: bool
     gradient_checkpointing: str
+    threads: int | None
 
     @property
     def mixed_precision(self) -> str:

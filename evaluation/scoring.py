@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from common.errors import UsageError
 from data.dataset import pad
-from engine.hardware import has_bf16, keep_freed_memory, use_all_cores
+from engine.hardware import has_bf16, keep_freed_memory, set_threads
 from model import IGNORE_INDEX, Transformer
 from model.cache import without_cudnn
 
@@ -105,7 +105,7 @@ def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None)
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu)
     if on_cpu:
         keep_freed_memory()
-        use_all_cores()
+        set_threads()
     dtype = dtype or ("bfloat16" if not on_cpu and has_bf16() else "float32")
     return Scorer(model.to(accelerator.device), accelerator, batch_size, getattr(torch, dtype))
 

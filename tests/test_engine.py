@@ -46,7 +46,7 @@ def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=None))
     monkeypatch.setattr(engine, "require_usable_gpu", lambda: None)
-    monkeypatch.setattr(engine, "use_all_cores", lambda: None)
+    monkeypatch.setattr(engine, "set_threads", lambda typed: None)
     monkeypatch.setattr(engine, "set_gloo_interface", lambda: None)
     monkeypatch.setattr(engine, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
 

@@ -23,7 +23,7 @@ from engine.hardware import (
     peak_flops,
     peak_memory_bytes,
     require_usable_gpu,
-    use_all_cores,
+    set_threads,
 )
 from model import LMConfig
 
@@ -179,5 +179,7 @@ def test_processes_divide_the_cores_unless_the_user_sets_threads(monkeypatch, en
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    use_all_cores()
+    set_threads()
     assert threads == ([used] if used else [])
+    set_threads(5)  # --threads decides over everything
+    assert threads[-1] == 5

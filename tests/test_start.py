@@ -187,7 +187,10 @@ def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, caps
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     command, environ = list(sys.argv), os.environ.copy()
     Accelerator(mixed_precision="no", cpu=True)  # other code in the process has made one
-    main(flags("a", "--dtype", "bfloat16"))
+    threads = torch.get_num_threads()
+    main(flags("a", "--dtype", "bfloat16", "--threads", str(threads + 1)))
+    assert f" device: CPU, {threads + 1} threads per process\n" in capsys.readouterr().out
+    assert torch.get_num_threads() == threads
     with pytest.raises(SystemExit) as ended:
         main(flags("b", "--dim", "33"))
     assert ended.value.code == 2

@@ -66,6 +66,12 @@ class TrainingArguments:
     keep_last: int = setting(3, "newest checkpoints to keep (and the best); 0: all", AT_LEAST_0)
     time_limit: float | None = setting(None, "minutes after which to save and stop", POSITIVE)
     num_workers: int = setting(0, "extra processes that read batches; 0: none", AT_LEAST_0)
+    threads: int | None = setting(
+        None,
+        "CPU threads of each process (default: OMP_NUM_THREADS, or all cores divided among the "
+        "processes)",
+        AT_LEAST_1,
+    )
 
     epochs: int = setting(1, "passes over the text or conversations", AT_LEAST_1, group="training")
     max_steps: int | None = setting(None, "steps of the run (default: from --epochs)", AT_LEAST_1)

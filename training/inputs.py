@@ -43,7 +43,7 @@ from training.teacher import TeacherWeights, require_same_tokenizer
 # Flags that may differ between machines.
 OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
-    *("num_workers", "teacher", "teacher_config", "time_limit"),
+    *("num_workers", "teacher", "teacher_config", "threads", "time_limit"),
 }
 # Settings that may differ from those of the initial weights: they change no weight's shape.
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")

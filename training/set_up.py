@@ -68,6 +68,7 @@ def notebook_process(command: list[str]) -> Iterator[None]:
     environ = os.environ.copy()  # the run adds variables that name its engine
     os.environ[LIVES_ON] = "1"
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    threads = torch.get_num_threads()
     forget_models()
     try:
         yield
@@ -75,6 +76,7 @@ def notebook_process(command: list[str]) -> Iterator[None]:
         forget_models()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        torch.set_num_threads(threads)
         release_locks()
         os.environ.clear()
         os.environ.update(environ)
