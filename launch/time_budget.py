@@ -153,7 +153,7 @@ class TimeBudget:
             student=bool(teacher),
             uncounted=uncounted,
         )
-        if "sampled_softmax" in self.model_flags(model):
+        if self.loss_flags(model):
             output = 6 * config.dim * config.vocab_size
             model = replace(model, flops=flops - (1 - SAMPLED_SHARE) * output)
         return model
@@ -259,10 +259,13 @@ class TimeBudget:
         tokens in a step."""
         if self.fixed:
             return {"learning_rate": fine_tuning_rate(model.settings["dim"])}
-        # A student compares the teacher's whole vocabulary.
-        pieces = 0 if self.inputs.teacher else self.inputs.config.vocab_size
-        of_loss = loss_flags(model, pieces, self.device.type == "cuda")
-        return model.settings | of_loss | optimizer_flags(model, self.muon, batch)
+        return model.settings | self.loss_flags(model) | optimizer_flags(model, self.muon, batch)
+
+    def loss_flags(self, model: recipe.Candidate) -> dict:
+        """Return the flags of the loss. A student compares the teacher's whole vocabulary."""
+        whole = self.fixed or self.inputs.teacher
+        pieces = 0 if whole else self.inputs.config.vocab_size
+        return loss_flags(model, pieces, self.device.type == "cuda")
 
     def flags(self) -> dict[str, Any]:
         """Return the flags to add to the typed flags."""

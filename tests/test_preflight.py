@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -21,7 +22,7 @@ from data.dataset import PackedDataset
 from engine.deepspeed_config import read_config
 from engine.memory import GIB, MARGIN, OVERHEAD, Workload, engines, estimate, kind_of
 from formats.portable import WEIGHTS_FILE
-from launch import preflight, step_times, time_budget
+from launch import preflight, speed, time_budget
 from launch.preflight import check_launch, main, saved_flags
 from launch.recipe import SHAPES, shape_settings
 from launch.shell_variables import ShellVariables
@@ -30,14 +31,13 @@ from storage.folder import RunFolder
 from training import measurement
 from training.arguments import TrainingArguments, build_parser, parse_arguments
 from training.inputs import shapes_of
-from training.measurement import StepTime
+from training.measurement import Measured
 from training.rates import FROM_WEIGHTS
 from training.resume import run_identity
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
 CONFIG = LMConfig(dim=32, n_layers=1, n_heads=4, max_seq_len=32, vocab_size=400)
 ZERO_2 = "accelerate_config.yaml"
-NOWHERE = Path("/nowhere/seconds.json")
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,7 @@ def test_a_run_to_resume_gives_the_flags_that_are_not_typed(flags, run_of):
 
 @pytest.mark.parametrize("typed", ["--dimm 4", "--batch_size 0", "--dtype float17"])
 def test_a_mistake_is_refused_before_text_is_prepared(monkeypatch, typed):
-    monkeypatch.setattr(ShellVariables, "data_flags", lambda *_: pytest.fail("prepares text"))
+    monkeypatch.setattr(ShellVariables, "data_flags", lambda _: pytest.fail("prepares text"))
     with pytest.raises(UsageError, match=typed.split()[0]):
         preflight.main(typed.split())
     monkeypatch.setitem(os.environ, "CONFIG", "none.yaml")
@@ -245,9 +245,9 @@ def test_a_micro_batch_fits_up_to_32768_tokens(flags, monkeypatch, wanted, missi
     free = bytes_for(wanted) - missing_bytes
     free = [free + GIB, free, free + GIB, 0]  # the last GPU is not used
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
-    monkeypatch.setattr(step_times, "available_memory", lambda device, n: free[device.index])
+    monkeypatch.setattr(speed, "available_memory", lambda device, n: free[device.index])
     made = budget_of(flags, monkeypatch, processes=3)
-    made.device = made.times.device = torch.device("cuda")
+    made.device = made.meter.device = torch.device("cuda")
     settings = {"n_layers": 1, "dim": 32, "n_heads": 4, "max_seq_len": 32, "tie_embeddings": True}
     assert made.candidate(settings).rows == rows
 
@@ -270,7 +270,7 @@ def test_a_new_model_gets_noise_in_a_text_in_several_segmentations(
     flags, monkeypatch, n_first, more, noise
 ):
     made = budget_of(flags, monkeypatch)
-    pretend(monkeypatch, seconds=1)
+    pretend(monkeypatch)
     plan = made.plan()
     monkeypatch.setattr(made, "plan", lambda: plan)
     made.inputs.train_set.n_first = n_first
@@ -279,30 +279,30 @@ def test_a_new_model_gets_noise_in_a_text_in_several_segmentations(
 
 
 @pytest.mark.parametrize(
-    ("device", "segmentations", "more", "tokens", "sampled"),
+    ("device", "pieces", "more", "tokens", "sampled"),
     [
-        ("cpu", 1, {}, 4096, 16),
-        ("cpu", 1, {}, 8192, 16),
-        ("cpu", 1, {}, 1024, 4),
-        ("cpu", 1, {}, 256, None),
-        ("cpu", 1, {"knows_steps": True}, 4096, None),
-        ("cpu", 20, {}, 4096, None),
-        ("cuda", 1, {}, 4096, None),
-        ("cpu", 1, {"fixed": True}, 4096, None),
-        ("cpu", 1, {"teacher": 1}, 4096, None),
+        ("cpu", 8192, {}, 4096, 16),
+        ("cpu", 8192, {}, 8192, 16),
+        ("cpu", 8192, {}, 1024, 4),
+        ("cpu", 8192, {}, 256, None),
+        ("cpu", 8192, {"knows_steps": True}, 4096, 16),
+        ("cpu", 4096, {}, 4096, None),
+        ("cuda", 8192, {}, 4096, None),
+        ("cpu", 8192, {"fixed": True}, 4096, None),
+        ("cpu", 8192, {"teacher": 1}, 4096, None),
     ],
 )
 def test_a_new_model_on_a_cpu_samples_pieces_in_its_loss(
-    flags, monkeypatch, device, segmentations, more, tokens, sampled
+    flags, monkeypatch, device, pieces, more, tokens, sampled
 ):
     made = budget_of(flags, monkeypatch)
-    pretend(monkeypatch, seconds=1)
+    pretend(monkeypatch)
     plan = made.plan()
     model = replace(plan.model, rows=tokens // plan.model.length)
     monkeypatch.setattr(made, "plan", lambda: replace(plan, model=model))
     made.device = torch.device(device)
-    made.inputs.train_set.segmentations = segmentations
-    made.inputs = replace(made.inputs, teacher=more.get("teacher"))
+    config = replace(made.inputs.config, vocab_size=pieces)
+    made.inputs = replace(made.inputs, config=config, teacher=more.get("teacher"))
     made.fixed, made.knows_steps = "fixed" in more, "knows_steps" in more
     assert made.flags().get("sampled_softmax") == sampled
 
@@ -310,128 +310,214 @@ def test_a_new_model_on_a_cpu_samples_pieces_in_its_loss(
 def test_a_model_that_does_not_fit_is_no_candidate(packed, monkeypatch):
     typed = ["--data", str(packed)]
     for free, largest in ((2**40, 2048), (2 * GIB, 512), (0, 64)):
-        monkeypatch.setattr(step_times, "available_memory", lambda device, n, free=free: free)
+        monkeypatch.setattr(speed, "available_memory", lambda device, n, free=free: free)
         *_, last = budget_of(typed, monkeypatch).models()
         assert last.settings["dim"] <= largest
         assert (last.settings["dim"] == 2048) is (free == 2**40)
         assert last.rows >= 1
-    monkeypatch.setattr(step_times, "available_memory", lambda device, n: 3 * GIB)
+    monkeypatch.setattr(speed, "available_memory", lambda device, n: 3 * GIB)
     *_, last = budget_of([*typed, "--batch_size", "4096"], monkeypatch).models()
     assert last.rows == 4096  # typed
     assert last.settings["dim"] < 256
 
 
 def test_one_process_measures_fewer_sequences_than_fit_into_a_share_and_scales(flags, monkeypatch):
-    asked = pretend(monkeypatch, seconds=1)
+    asked = pretend(monkeypatch)
     made = budget_of(flags, monkeypatch, processes=2)
     model = replace(made.models()[0], rows=8, rows_alone=2)
-    settings = {"dim": 32, "n_layers": 1}
-    whole = made.times.measured(replace(model, rows_alone=8), settings, compiled=False)
-    assert made.times.measured(model, settings, compiled=False) == pytest.approx(4 * whole)
-    assert [each["batch_size"] for each in asked] == [8, 2]
+    settings = {"dim": 32, "n_layers": 1, "max_seq_len": 32}
+    part = made.meter.measure(model, settings, ()).micro_batch
+    alone = replace(model, rows=2, rows_alone=2)
+    assert part == pytest.approx(4 * made.meter.measure(alone, settings, ()).micro_batch)
+    assert [each["batch_size"] for each in asked] == [2, 2]
 
 
-@pytest.mark.parametrize("minutes", ["16", "32"])  # the search goes up, or down
-def test_measurements_are_repeated_if_they_contradict_each_other(
-    packed, monkeypatch, minutes, capsys
+@pytest.mark.parametrize(("busy", "threads"), [(0, 4), (1, 3), (2, 2)])
+def test_the_run_gets_the_number_of_threads_that_is_fastest_beside_other_programs(
+    packed, monkeypatch, busy, threads
+):
+    pretend(monkeypatch, cores=4, busy=busy)
+    found = budget_of(["--data", str(packed)], monkeypatch).flags()
+    assert found["threads"] == threads
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "3")
+    assert "threads" not in budget_of(["--data", str(packed)], monkeypatch).flags()
+    del os.environ["OMP_NUM_THREADS"]
+    typed = ["--data", str(packed), "--threads", "1"]
+    assert "threads" not in budget_of(typed, monkeypatch).flags()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_processes_of_a_run_share_the_cores(flags, monkeypatch, processes):
+    pretend(monkeypatch, cores=4)
+    made = budget_of(flags, monkeypatch, processes)
+    assert max(made.meter.thread_counts()) == 4 // processes
+
+
+def test_a_busy_machine_trains_the_model_of_a_machine_with_fewer_cores(packed, monkeypatch):
+    """Not a much smaller one, in steps that wait for threads."""
+    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
+    found = []
+    for cores, busy in ((2, 1), (1, 0)):
+        pretend(monkeypatch, cores=cores, busy=busy)
+        found.append(budget_of(["--data", str(packed)], monkeypatch).flags())
+    for name in ("dim", "n_layers", "batch_size"):
+        assert found[0][name] == found[1][name]
+    assert found[0]["max_steps"] == pytest.approx(found[1]["max_steps"], rel=0.02)
+
+
+@pytest.mark.parametrize("minutes", ["0.5", "4", "10000"])
+@pytest.mark.parametrize("slow", [1, 100])
+def test_measuring_takes_at_most_a_fifth_of_the_time_or_one_measurement(
+    packed, monkeypatch, minutes, slow
 ):
     monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    monkeypatch.setattr(step_times, "available_cores", lambda: 2)
-    asked = pretend(monkeypatch, seconds=0.05)
-    typed = ["--data", str(packed)]
-    expected = budget_of(typed, monkeypatch, MINUTES=minutes).flags()
-    shapes = [(each["n_layers"], each["dim"]) for each in asked if each["compile"] == "off"]
-    assert len(shapes) == len(set(shapes))  # once each
-    measure = step_times.measure_steps
-    asked.clear()
+    asked = pretend(monkeypatch, slow=slow, takes=10)
+    budget_of(["--data", str(packed)], monkeypatch, MINUTES=minutes).flags()
+    searched = [each for each in asked if each["compile"] == "off"]
+    most = min(0.2 * 60 * float(minutes), time_budget.MOST_MEASURING)
+    assert 1 <= len(searched) <= max(1, most // 10)
 
-    def disturbed(kind, flags, threads):
-        """Return five times the time for the first model, as if another program were busy."""
-        typical, first = measure(kind, flags, threads)
-        return StepTime(typical * (5 if len(asked) == 1 else 1), first)
 
-    monkeypatch.setattr(step_times, "measure_steps", disturbed)
-    found = budget_of(typed, monkeypatch, MINUTES=minutes).flags()
-    assert (found["n_layers"], found["dim"]) == (expected["n_layers"], expected["dim"])
-    assert "measured once more" in capsys.readouterr().out
+def test_what_is_not_measured_any_more_is_scaled_from_what_was(packed, monkeypatch):
+    pretend(monkeypatch, slow=7)
+    made = budget_of(["--data", str(packed)], monkeypatch)
+    small, *_, large = made.models()
+    before = made.meter.assumed(large).micro_batch / made.meter.assumed(small).micro_batch
+    measured = made.speed(small)
+    made.meter.until = 0
+    assert made.speed(small) == measured
+    scaled = made.speed(large).micro_batch / measured.micro_batch
+    assert scaled == pytest.approx(before)
 
 
 def test_memory_that_runs_out_ends_the_search_for_a_larger_model(packed, monkeypatch):
     monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    asked = pretend(monkeypatch, seconds=1e-4)
-    measure = step_times.measure_steps
+    asked = pretend(monkeypatch, slow=0.01)
+    measure = speed.measure
 
-    def small_only(kind, flags, threads):
-        if flags["dim"] > 96:
+    def small_only(kind, flags, threads, seconds):
+        if flags["dim"] > 96 or flags["batch_size"] > 8:
             raise TooLittleMemoryError("out of memory")
-        return measure(kind, flags, threads)
+        return measure(kind, flags, threads, seconds)
 
-    monkeypatch.setattr(step_times, "measure_steps", small_only)
+    monkeypatch.setattr(speed, "measure", small_only)
     made = budget_of(["--data", str(packed)], monkeypatch, MINUTES="999")
-    assert made.flags()["dim"] == 96
+    found = made.flags()
+    assert (found["dim"], found["batch_size"]) == (96, 8)
     assert asked
+    made = budget_of(["--data", str(packed), "--dim", "128"], monkeypatch, MINUTES="999")
+    assert "out of memory" in error_of(made.flags, error=TooLittleMemoryError)
 
 
 @pytest.mark.parametrize(
-    ("minutes", "saves", "cached", "compiles"),
+    ("minutes", "saves", "compiles"),
     [
-        ("4", 0.2, False, True),
-        ("4", 0.0, False, False),  # measured, but not faster
-        ("0.5", 0.2, False, None),  # too short to be tried
-        ("0.5", 0.2, True, True),  # compiled code is in the cache
+        ("4", 0.2, True),
+        ("4", 0.0, False),  # measured, but not faster
+        ("0.5", 0.2, None),  # too short to be tried
     ],
 )
-def test_a_run_compiles_if_this_saves_time(
-    packed, monkeypatch, tmp_path, minutes, saves, cached, compiles
-):
+def test_a_run_compiles_if_this_saves_time(packed, monkeypatch, minutes, saves, compiles):
     monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    times = tmp_path / "seconds.json"
-    asked = pretend(monkeypatch, 0.05, saves, 0.5 if cached else 10.0, times)
-    made = budget_of(["--data", str(packed)], monkeypatch, MINUTES=minutes)
-    names = map(made.times._name, made.models()) if cached else ["another model"]
-    times.write_text(json.dumps(known := dict.fromkeys(names, 10.0)))
-    flags = made.flags()
+    asked = pretend(monkeypatch, saves=saves)
+    flags = budget_of(["--data", str(packed)], monkeypatch, MINUTES=minutes).flags()
     assert flags["compile"] == ("on" if compiles else "off")
     tried = [each for each in asked if each["compile"] == "on"]
     assert len(tried) == (compiles is not None)
-    remembered = json.loads(times.read_text())
-    assert len(remembered) == len(known) + (0 if cached else len(tried))
-    assert set(remembered.values()) == {10.0}  # the time of loading is not
+    assert all(each["batch_size"] == flags["batch_size"] for each in tried)
 
 
-def budget_of(flags: list[str], monkeypatch, processes: int = 1, config: str = ZERO_2, **environ):
-    """Return the `TimeBudget` of a command that started just now."""
+@pytest.mark.parametrize(("waited", "counts"), [(20, True), (130, False)])
+def test_a_long_preparation_does_not_count(packed, monkeypatch, capsys, waited, counts):
+    """A text or conversations: the preparation takes no CPU time of this process."""
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: time.time() - waited - 5)
+    monkeypatch.setattr(time, "process_time", lambda: 5.0)
+    made = budget_of(["--data", str(packed)], monkeypatch, started=None)
+    left = 240 - 5 * (1 + time_budget.LAUNCH_SHARE) - time_budget.END_SECONDS - waited * counts
+    assert made.left() == pytest.approx(left, abs=1)
+    assert ("the 4 min begin now" in capsys.readouterr().out) is not counts
+
+
+@pytest.mark.parametrize(
+    ("environ", "size", "said"),
+    [
+        ({"DATA": "{file}"}, 10_000_000_000, "preparing 10.0 GB will take about 21 min"),
+        ({"DATA": "{file}"}, 10_000_000, ""),
+        ({"CHAT": "{file}", "STAGE": "sft"}, 1_000_000_000, "preparing 1.0 GB will take about 21"),
+        ({"STAGE": "distill"}, 1, ""),
+        ({}, 1, ""),
+    ],
+)
+def test_a_long_preparation_is_announced(monkeypatch, tmp_path, capsys, environ, size, said):
+    monkeypatch.setattr(preflight, "available_cores", lambda: 2)
+    file = tmp_path / "a.jsonl"
+    with open(file, "wb") as sparse:
+        sparse.truncate(size)
+    environ = {name: value.format(file=file) for name, value in environ.items()}
+    preflight.announce_preparation(ShellVariables(environ, []), 10)
+    out = capsys.readouterr().out
+    assert said in out
+    assert bool(said) == bool(out)
+
+
+def budget_of(
+    flags: list[str],
+    monkeypatch,
+    processes: int = 1,
+    config: str = ZERO_2,
+    started: float | None = 0.0,
+    **environ,
+):
+    """Return the `TimeBudget` of a command that started just now (None: when it did)."""
     request = ShellVariables({"CONFIG": config} | environ, flags)
     typed = vars(build_parser(request.kind).parse_args(flags))
     shape = shape_settings(*SHAPES[0], typed)
     inputs, deepspeed = check_launch(config, processes, typed | shape)
     made = time_budget.TimeBudget(request, inputs, deepspeed, typed, processes)
-    made.started = time.time()
+    if started is not None:
+        made.started, made.launching = time.time() - started, 2.0
     return made
 
 
 def pretend(
-    monkeypatch, seconds: float, saves: float = 0.0, compiling: float = 5.0, times=NOWHERE
+    monkeypatch,
+    slow: float = 1.0,
+    cores: int = 2,
+    busy: int = 0,
+    saves: float = 0.0,
+    takes: float = 0.0,
 ) -> list[dict]:
-    """Pretend that a step takes `seconds` per million parameters, a compiled step the share `saves`
-    less, and compiling takes `compiling` seconds. Return a list to which each measurement appends
-    its flags. `times` is the file of compile times."""
-    asked = []
+    """Pretend that this is a machine with `cores`, of which other programs use `busy`.
 
-    def measure_steps(kind, flags, threads):
+    A step takes 20 ms, and time in proportion to its tokens and to the parameters of the model.
+    Threads beyond the free cores make it ten times as slow. A slow machine takes `slow` times as
+    long. A compiled step takes the share `saves` less. A measurement takes `takes` seconds. Return
+    a list to which each measurement appends its flags."""
+    asked, now = [], [0.0]
+
+    def measure(kind, flags, threads, seconds):
         asked.append(flags)
-        typical = seconds * flags["dim"] ** 2 * flags["n_layers"] * 12e-6
-        faster = saves if flags["compile"] == "on" else 0
-        return StepTime(typical * (1 - faster), typical + compiling * (flags["compile"] == "on"))
+        now[0] += takes
+        tokens = flags["batch_size"] * flags["max_seq_len"]
+        work = slow * (0.02 + 1e-11 * tokens * (12 * flags["n_layers"] * flags["dim"] ** 2 + 5e5))
+        work *= 1 - saves * (flags["compile"] == "on")
+        free = max(1, cores - busy)
+        times = {n: work / n if n <= free else 10 * work / free for n in threads or (free,)}
+        best = min(times, key=times.get)
+        return Measured(
+            times[best], times[best] / flags["batch_size"] / 3, best if threads else None
+        )
 
-    monkeypatch.setattr(step_times, "measure_steps", measure_steps)
+    monkeypatch.setattr(speed, "measure", measure)
+    monkeypatch.setattr(speed, "available_cores", lambda: cores)
+    if takes:
+        monkeypatch.setattr(speed.time, "time", lambda: now[0])
     monkeypatch.setattr(time_budget, "obstacle", lambda device: None)
-    monkeypatch.setattr(step_times, "COMPILING", times)
     return asked
 
 
 def test_more_minutes_give_more_steps_and_the_chosen_model_is_printed(packed, monkeypatch, capsys):
-    asked = pretend(monkeypatch, seconds=0.05)
+    asked = pretend(monkeypatch)
     monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
     chosen = [
         budget_of(["--data", str(packed)], monkeypatch, MINUTES=m).flags() for m in ("1", "99")
@@ -445,7 +531,7 @@ def test_more_minutes_give_more_steps_and_the_chosen_model_is_printed(packed, mo
 
 
 def test_a_text_that_is_too_small_for_the_time_is_reported(packed, monkeypatch, capsys):
-    pretend(monkeypatch, seconds=0.05)
+    pretend(monkeypatch)
     flags = budget_of(["--data", str(packed)], monkeypatch, MINUTES="10000").flags()
     assert "more text would help" in capsys.readouterr().out
     assert flags["max_steps"] < 10_000
@@ -461,7 +547,7 @@ def test_the_dial_and_the_run_count_the_same_flops_with_a_teacher(packed, monkey
 
 
 def test_nothing_is_measured_if_the_typed_flags_decide_the_steps(flags, monkeypatch):
-    asked = pretend(monkeypatch, seconds=1)
+    asked = pretend(monkeypatch)
     typed = [*flags, "--max_steps", "7", "--learning_rate", "0.5"]
     added = budget_of(typed, monkeypatch).flags()
     assert asked == []
@@ -471,7 +557,7 @@ def test_nothing_is_measured_if_the_typed_flags_decide_the_steps(flags, monkeypa
 
 
 def test_several_machines_choose_the_same_flags_without_measuring(packed, monkeypatch):
-    asked = pretend(monkeypatch, seconds=1)
+    asked = pretend(monkeypatch)
     monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
     place = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
     monkeypatch.setattr(os, "environ", os.environ | place)
@@ -507,8 +593,8 @@ def test_every_stage_measures_real_steps(
     chat = tmp_path / "chat.jsonl"
     rows = [json.dumps({"prompt": f"{i}?", "response": "1 + 1"}) for i in range(40)]
     chat.write_text("\n".join(rows), encoding="utf-8")
-    monkeypatch.setattr(measurement, "MEASURED_SECONDS", 0.0)
-    monkeypatch.setattr(time_budget, "COMPILING_SAVES", 0.0)
+    monkeypatch.setattr(measurement, "WINDOW", 0.0)
+    monkeypatch.setattr(time_budget, "COMPILE_SECONDS", 0.0)
     names = {"packed": packed, "weights": weights, "chat": chat}
     here = {k: v.format(**names) for k, v in environ.items()} | {"MINUTES": "0.1"}
     engine = {} if "--deepspeed" in words else {"ENGINE": "ddp"}
@@ -529,7 +615,7 @@ def test_every_stage_measures_real_steps(
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])
 def test_engines_that_support_muon_get_muon(name, flags, monkeypatch):
-    pretend(monkeypatch, seconds=1)
+    pretend(monkeypatch)
     kind = next(kind for kind in engines() if kind.config == name)
     made = budget_of([*flags, "--max_steps", "9"], monkeypatch, config=f"configs/{name}.yaml")
     assert made.flags()["optimizer"] == ("muon" if kind.takes_muon else "adamw")
@@ -539,7 +625,7 @@ def test_engines_that_support_muon_get_muon(name, flags, monkeypatch):
 
 
 def test_a_larger_batch_has_a_higher_rate_beside_muon(packed, monkeypatch):
-    pretend(monkeypatch, seconds=1)
+    pretend(monkeypatch)
     typed = ["--data", str(packed), "--max_steps", "9", "--accumulation_steps"]
     found = [budget_of([*typed, str(n)], monkeypatch).flags() for n in (1, 4)]
     assert found[1]["learning_rate"] == pytest.approx(2 * found[0]["learning_rate"], rel=0.05)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -300,38 +299,8 @@ def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("n_bytes", "dim", "pieces"),
-    [
-        (1e5, 768, 512),
-        (2e6, 768, 4096),
-        (12e6, None, 8192),
-        (12e6, 768, 8192),  # the text is too small for more
-        (1e9, 128, 8192),
-        (1e9, None, 8192),
-        (1e9, 768, 16384),
-        (1e9, 2048, 32768),
-    ],
+    ("n_bytes", "pieces"), [(1e5, 512), (2e6, 4096), (12e6, 8192), (60e6, 16384), (1e12, 16384)]
 )
-def test_text_and_model_decide_the_vocabulary(n_bytes, dim, pieces):
-    assert module.pieces_for(dim, n_bytes) == pieces
-
-
-def test_the_width_of_the_model_matters_only_if_it_changes_the_vocabulary(tmp_path, monkeypatch):
-    path = str(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
-    options = module.PackingOptions(None, None, 1, False)
-
-    def different(first, second, **changes):
-        dims = (replace(options, model_dim=dim, **changes) for dim in (first, second))
-        one, other = (module.describe_sources([path], each) for each in dims)
-        return one != other
-
-    assert not different(None, 768)  # a small text
-    monkeypatch.setattr(module, "text_size", lambda files: 60e6)
-    assert different(128, 768)
-    assert not different(640, 768)
-    assert not different(None, 512)
-    assert "pieces_by_width" not in module.describe_sources([path], options)  # as in older data
-    assert not different(128, 768, vocab_size=300)
-    assert not different(128, 768, tokenizer=str(train_small(tmp_path / "t.model")))
-    for dim in (0, -5):
-        assert f"at least 1, not {dim}" in error_of(different, dim, 768, vocab_size=300)
+def test_the_size_of_the_text_decides_the_vocabulary(n_bytes, pieces, monkeypatch):
+    monkeypatch.setattr(module, "text_size", lambda files: n_bytes)
+    assert module.defaults_for([]).vocab_size == pieces

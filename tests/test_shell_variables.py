@@ -73,24 +73,23 @@ def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
 
 
 def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
-    assert ShellVariables({}, ["--data=out/data/mine"]).data_flags(pytest.fail) == []
+    assert ShellVariables({}, ["--data=out/data/mine"]).data_flags() == []
     with pytest.raises(UsageError, match="excludes DATA"):
-        ShellVariables({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags(pytest.fail)
-    chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags(pytest.fail)
+        ShellVariables({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags()
+    chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags()
     assert chat == ["--conversations", "my.jsonl"]
-    assert ShellVariables({"STAGE": "distill"}, []).data_flags(pytest.fail) == ["--teacher", "auto"]
+    assert ShellVariables({"STAGE": "distill"}, []).data_flags() == ["--teacher", "auto"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "dim", "reuse"),
+    ("flags", "reuse"),
     [
-        ("", 96, True),
-        ("--skip_bad_lines --val_fraction 0.5", 96, True),
-        ("--model_dim 640", 640, True),
-        ("--tokenizer a.model", 96, False),  # another tokenizer at this path counts
+        ("", True),
+        ("--skip_bad_lines --val_fraction 0.5", True),
+        ("--tokenizer a.model", False),  # another tokenizer at this path counts
     ],
 )
-def test_text_is_prepared_for_the_expected_width_beside_typed_flags(monkeypatch, flags, dim, reuse):
+def test_text_is_prepared_with_typed_flags(monkeypatch, flags, reuse):
     commands = []
 
     def run(command, **options):
@@ -98,9 +97,8 @@ def test_text_is_prepared_for_the_expected_width_beside_typed_flags(monkeypatch,
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(shell_variables.subprocess, "run", run)
-    request = ShellVariables({"DATA": "my.txt", "PREPARE_FLAGS": flags}, [])
-    _, folder = request.data_flags(lambda text: 96 if text == "my.txt" else 0)
+    _, folder = ShellVariables({"DATA": "my.txt", "PREPARE_FLAGS": flags}, []).data_flags()
     args = parse_arguments(commands[0][3:])
     assert (args.data, str(args.out)) == ("my.txt", folder)
-    assert (args.model_dim, args.reuse, args.overwrite) == (dim, reuse, True)
+    assert (args.reuse, args.overwrite) == (reuse, True)
     assert args.skip_bad_lines is ("--skip_bad_lines" in flags)
