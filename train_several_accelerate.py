@@ -11,22 +11,22 @@ same steps.
 
 import json
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from common.errors import UsageError, reason
-from engine.launcher_settings import with_launcher_settings
 from model.config import setting
 from report.page import try_to_write_report
 from storage.checkpoint import damage
 from storage.folder import RunFolder, claim, step_of
-from training.arguments import TrainingArguments, as_arguments, as_words, build_parser
+from training.arguments import TrainingArguments, as_words, build_parser
 from training.build import random_state, restore_random
 from training.interruption import end_stopped, how_to_resume
 from training.rates import FROM_WEIGHTS
+from training.resume import decided_arguments
 from training.run import Run
 from training.set_up import run_program, select_engine, set_up_together
 
@@ -93,8 +93,7 @@ def train(runs: "Runs") -> None:
 
 def set_up(argv: list[str] | None, args: SeveralArguments, model_settings: dict) -> "Runs | None":
     """Return the unfinished runs, or None. Raises UsageError or ConfigError if a run is invalid."""
-    typed = vars(build_parser(SeveralArguments).parse_args(argv)).keys()
-    models = read_models(args, model_settings, typed)
+    models = read_models(vars(build_parser(SeveralArguments).parse_args(argv)))
     folders = [RunFolder(Path(args.out_dir, args.run_name)) for args, _ in models]
     runs = set_up_together(models, partial(resumed_together, folders, args.resume))
     return Runs(runs, folders) if runs else None
@@ -157,22 +156,15 @@ class Runs:
             run.accelerator.end_training()
 
 
-def read_models(
-    shared: SeveralArguments, settings: dict, names: Collection[str]
-) -> list[tuple[TrainingArguments, dict]]:
-    """Return the training arguments and model settings of each model. `names`: typed flags. Raises
-    UsageError if a file is unreadable or has invalid flags, or if models have the same name or
-    different precisions."""
-    models, flags_of_all = [], vars(shared) | settings
-    files = flags_of_all.pop("model")
-    typed = {name: value for name, value in flags_of_all.items() if name in names}
-    for name in FROM_WEIGHTS.keys() - names:  # each model has the default rates of its shape
-        del flags_of_all[name]
-    for file in files:
+def read_models(typed: dict) -> list[tuple[TrainingArguments, dict]]:
+    """Return the training arguments and model settings of each model. Raises UsageError if a file
+    is unreadable or has invalid flags, or if models have the same name or different precisions."""
+    models, shared = [], {name: value for name, value in typed.items() if name != "model"}
+    for file in typed["model"]:
         try:
             words = as_words(json.loads(Path(file).read_text(encoding="utf-8")))
             own = {"run_name": Path(file).stem} | vars(build_parser(only=OWN).parse_args(words))
-            models.append(as_arguments(flags_of_all | with_launcher_settings(typed | own)))
+            models.append(decided_arguments(shared | own))
         except (OSError, ValueError, AttributeError) as error:
             raise UsageError(f"--model {file}: {reason(error)}") from error
     names = [args.run_name for args, _ in models]

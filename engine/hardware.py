@@ -189,11 +189,17 @@ def keep_freed_memory() -> bool:
     return all(libc.mallopt(name, value) for name, value in KEEP_FREED.items())
 
 
+def processes_here() -> int:
+    """Return the number of processes on this machine that a launcher names; 1 without a launcher.
+    The second variable is that of DeepSpeed's launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
 def set_threads(typed: int | None = None) -> None:
     """Use `typed` CPU threads in this process. None: as many as the user's OMP_NUM_THREADS says, or
     an equal part of this machine's cores for each of its processes."""
     if typed is None and not user_sets_threads():
-        typed = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        typed = max(1, available_cores() // processes_here())
     if typed is not None:  # else PyTorch has read OMP_NUM_THREADS
         torch.set_num_threads(typed)
 

@@ -29,9 +29,12 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}  # Accelerate'
 
 
 def with_launcher_settings(
-    typed: dict[str, Any], launcher_words: list[str] | None = None
+    typed: dict[str, Any],
+    launcher_words: list[str] | None = None,
+    saved: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the typed flags, and those that the launcher and its DeepSpeed file decide.
+    """Return the typed flags, those that the launcher and its DeepSpeed file decide, and, for the
+    other flags, the values of a run that is resumed: `saved`.
     `launcher_words` are the flags of `accelerate launch`; None: those of the parent process.
     If the file switches bf16 off, the default of --dtype is float32.
     Raises UsageError if a typed flag contradicts them, or if a schedule cannot be followed."""
@@ -52,7 +55,7 @@ def with_launcher_settings(
             raise UsageError(f"{what}: leave it out, or type --{name} {value}")
     if "max_steps" in decided and "epochs" in typed:
         raise UsageError(f"--epochs contradicts {decided['max_steps'][1]}: leave it out")
-    settings = {name: value for name, (value, _) in decided.items()} | typed
+    settings = (saved or {}) | {name: value for name, (value, _) in decided.items()} | typed
     if file != "none" and (config.get("bf16") or {}).get("enabled") is False:
         settings.setdefault("dtype", "float32")
     return settings

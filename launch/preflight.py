@@ -5,11 +5,9 @@
 The training program makes the same checks, but its launcher adds a page of output to each error.
 """
 
-import io
 import os
 import shlex
 import sys
-from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -27,12 +25,11 @@ from engine.hardware import cpu_emulates_bf16, require_usable_gpu
 from engine.launcher_settings import with_launcher_settings
 from launch.shell_variables import ShellVariables
 from launch.time_budget import MINUTES, MOST_PREPARING, TimeBudget, fitting_shapes
-from model import ConfigError, LMConfig
-from storage.folder import read_settings
-from training.arguments import TrainingArguments, as_arguments, as_words, build_parser, flags_of
+from model import ConfigError
+from training.arguments import TrainingArguments, as_arguments, as_words, build_parser
 from training.inputs import Inputs, find_inputs
 from training.log import require_trackers
-from training.resume import find_folder
+from training.resume import decided_arguments, saved_flags
 
 # Exceptions of Accelerate for a file that it cannot use.
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
@@ -80,7 +77,7 @@ def check_launch(
     """Prepare a run in this process alone; return it and DeepSpeed's configuration, if any.
     Raises UsageError or ConfigError if the launch cannot work."""
     has_deepspeed = read_launch(config_file)
-    args, model_settings = as_arguments(with_launcher_settings(flags), kind)
+    args, model_settings = decided_arguments(flags, kind)
     require_trackers(args.trackers)
     require_usable_gpu()
     check_precision(args, torch.cuda.is_available())
@@ -92,23 +89,6 @@ def check_launch(
     if inputs.source and not inputs.start.checkpoint:
         inputs.source.load()
     return inputs, config
-
-
-def saved_flags(flags: dict[str, Any], kind: type[TrainingArguments]) -> dict[str, Any]:
-    """Return the flags that a resumed run takes over from its settings.json; {} for a new run."""
-    if "resume" not in flags:
-        return {}
-    with redirect_stdout(io.StringIO()):  # `find_inputs` prints the same messages
-        folder, checkpoints = find_folder(as_arguments(dict(flags), kind)[0])
-    if not checkpoints:
-        return {}
-    known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
-    settings = read_settings(folder.settings)
-    saved = settings.get("model", {}) | settings.get("arguments", {})
-    of_launch = {"resume", "run_name", "out_dir", "init_from", "teacher", "data", "deepspeed"}
-    of_launch |= {"time_limit"}
-    names = known - of_launch - flags.keys() - ({"max_steps"} if "epochs" in flags else set())
-    return {k: v for k, v in saved.items() if k in names and v is not None}
 
 
 def announce_preparation(request: ShellVariables, minutes: float) -> None:
@@ -153,7 +133,7 @@ def main(words: list[str]) -> list[str]:
         print("--dtype float32, because this CPU would emulate bf16")
         words, typed["dtype"] = ["--dtype", "float32", *words], "float32"
     check = partial(check_launch, request.config, processes, kind=request.kind)
-    added = saved
+    added = {}
     if saved:
         print("resumed with the flags of the run and the typed flags; MINUTES has no effect")
     else:

@@ -437,7 +437,8 @@ class Trained:
         """Make and return the folder of a run that was killed after it had saved this step."""
         checkpoint = self.checkpoint(step)
         shutil.copytree(checkpoint, path / "checkpoints" / checkpoint.name)
-        shutil.copy(self.path / "metrics.jsonl", path)
+        for name in ("metrics.jsonl", "settings.json"):
+            shutil.copy(self.path / name, path)
         return path
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,19 +20,18 @@ from training.arguments import (
     DistillationArguments,
     SFTArguments,
     TrainingArguments,
-    parse_arguments,
+    build_parser,
 )
-from training.inputs import shapes_of
+from training.inputs import choose_sources, shapes_of
 from training.rates import FROM_WEIGHTS, default_rates
 from training.resume import (
     StartingPoint,
     changes_since_stop,
+    decided_arguments,
     find_starting_point,
     resumed_arguments,
     run_identity,
     set_aside,
-    with_own_rates,
-    with_own_weights,
     write_settings,
 )
 
@@ -245,15 +245,28 @@ def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path)
     assert said[0] == f"rope_theta: {LMConfig.rope_theta} in the checkpoint, 1000.0 now"
 
 
-def test_a_resumed_run_keeps_its_rates_unless_they_are_typed():
+@pytest.fixture
+def decided(tmp_path):
+    """Makes a run with these settings; returns what decides a resume of the run with typed flags.
+    The training arguments and the model settings are one dictionary."""
+
+    def decided(flags: str, arguments: dict, kind=TrainingArguments, **settings) -> dict:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        settings |= {"program": kind.program, "arguments": arguments}
+        run = RunFolder(make_run(tmp_path / "run", 10))
+        run.settings.write_text(json.dumps(settings), encoding="utf-8")
+        words = ["--resume", "auto", "--out_dir", str(tmp_path), *flags.split()]
+        args, model = decided_arguments(vars(build_parser(kind).parse_args(words)), kind)
+        return vars(args) | model
+
+    return decided
+
+
+def test_a_resumed_run_keeps_its_rates_unless_they_are_typed(decided):
     """An old run has the same rate for all layers; a run from weights has that of its weights."""
 
-    def rates(flags: str, saved: dict, kind=TrainingArguments) -> tuple:
-        args, _ = parse_arguments(flags.split(), kind)
-        own = with_own_rates(StartingPoint(RunFolder(Path("run")), arguments=saved), args)
-        values = [getattr(own, name) for name in FROM_WEIGHTS]
-        assert {type(value) for value in values} == {float}  # checkpoints hold plain numbers
-        return tuple(values)
+    def rates(*how) -> tuple:
+        return tuple(decided(*how)[name] for name in FROM_WEIGHTS)
 
     new = tuple(default_rates("adamw", LMConfig.dim, LMConfig.tie_embeddings).values())
     assert rates("", {}) == new
@@ -268,6 +281,54 @@ def test_a_resumed_run_keeps_its_rates_unless_they_are_typed():
     assert rates("", {}, SFTArguments) == (1e-4, 1, 1, 0.05)
 
 
+def test_typed_flags_decide_over_the_flags_of_the_run_but_not_those_of_a_launch(decided):
+    saved = {"batch_size": 48, "sampled_softmax": 4, "gradient_checkpointing": "blocks"}
+    saved |= {"tf32": False, "gone": 1, "keep_last": None, "run_name": "first", "resume": "x"}
+    saved |= {"time_limit": 1.5, "deepspeed": "ds.json", "out_dir": "elsewhere"}
+    model = {"dim": 48, "dropout": 0.1, "vocab_size": 400}
+    kept = decided("--batch_size 24 --dropout 0.2", saved, model=model)
+    expected = {"batch_size": 24, "sampled_softmax": 4, "gradient_checkpointing": "blocks"}
+    expected |= {"tf32": False, "keep_last": TrainingArguments.keep_last, "dim": 48, "dropout": 0.2}
+    expected |= {"time_limit": None, "deepspeed": None, "run_name": "run", "resume": "auto"}
+    assert kept | expected == kept
+    assert not kept.keys() & {"gone", "vocab_size"}
+    assert decided("--run_name new", saved)["batch_size"] == TrainingArguments.batch_size
+
+
+def test_a_typed_flag_replaces_the_flag_of_the_run_that_decides_the_same(decided, tmp_path):
+    saved = {"max_steps": 9, "warmup_steps": 3, "lora_dim": 8}
+    kept = decided("--epochs 2 --warmup_fraction 0.1", saved)
+    assert (kept["epochs"], kept["max_steps"], kept["warmup_steps"]) == (2, None, None)
+    assert decided("", saved)["max_steps"] == 9
+    prepared = {"data": str(tmp_path), "conversations": "my.jsonl"}
+    for flags, data, conversations in (
+        ("", None, "my.jsonl"),  # prepared again, if they have changed
+        ("--data mine", "mine", "builtin"),
+        ("--conversations new.jsonl", None, "new.jsonl"),
+    ):
+        kept = decided(flags, saved | prepared, SFTArguments)
+        assert (kept["data"], kept["conversations"]) == (data, conversations)
+    assert decided("--lora_alpha 8", saved, SFTArguments)["lora_dim"] == 8
+    for folder, data in ((tmp_path, str(tmp_path)), ("gone", TrainingArguments.data)):
+        assert decided("", {"data": str(folder)})["data"] == data
+
+
+def test_a_resumed_run_keeps_its_threads_unless_the_machine_or_the_user_says_otherwise(
+    decided, monkeypatch
+):
+    monkeypatch.setattr("training.resume.available_cores", lambda: 4)
+    environ = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "LOCAL_SIZE")}
+    monkeypatch.setattr(os, "environ", environ | {"LOCAL_WORLD_SIZE": "2"})
+    saved = {"threads": 3}
+    assert decided("", saved, processes_per_machine=2)["threads"] == 3
+    assert decided("--threads 1", saved, processes_per_machine=2)["threads"] == 1
+    assert decided("", {"threads": 5}, processes_per_machine=2)["threads"] is None
+    assert decided("", saved, processes_per_machine=1)["threads"] is None
+    assert decided("", saved)["threads"] is None  # an older run
+    os.environ["OMP_NUM_THREADS"] = "2"
+    assert decided("", saved, processes_per_machine=2)["threads"] is None
+
+
 @pytest.mark.parametrize(("processes", "accumulation_steps"), [(2, 3), (3, 2)])
 def test_other_numbers_of_processes_keep_the_global_batch(tmp_path, processes, accumulation_steps):
     start = saved_by(tmp_path, TrainingArguments(batch_size=4), processes=6)
@@ -279,23 +340,27 @@ def test_other_numbers_of_processes_keep_the_global_batch(tmp_path, processes, a
     assert said[0] == f"global_batch: 24 in the checkpoint, {5 * processes} now"
 
 
-def test_a_resumed_run_keeps_its_own_teacher_and_weights(tmp_path):
-    """In a new run, --teacher auto and --init_from auto are not replaced."""
-    run = RunFolder(tmp_path / "mine")
-    run.path.mkdir()
+def test_a_resumed_run_keeps_its_own_teacher(decided):
+    """`run_accelerate.sh` types --teacher auto, the default."""
+    saved = {"teacher": "its own"}
+    for flags, teacher in (("", "its own"), ("auto", "its own"), ("typed", "typed")):
+        typed = f"--teacher {flags}" if flags else ""
+        assert decided(typed, saved, DistillationArguments)["teacher"] == teacher
+    assert decided("", {}, DistillationArguments)["teacher"] == "auto"
 
-    def own(checkpoint: Path | None, **flags) -> tuple:
-        args = DistillationArguments(**flags)
-        saved = {"teacher": "its own"}
-        args = with_own_weights(args, StartingPoint(run, checkpoint, arguments=saved))
-        return args.teacher, args.init_from
 
-    saved = run.checkpoint(1)
-    assert own(saved, init_from="auto") == ("its own", str(saved))
-    assert own(saved, teacher="typed") == ("typed", None)
-    assert own(None, init_from="auto") == ("auto", "auto")
+def test_a_resumed_run_reads_the_weights_in_its_own_folder(tmp_path, monkeypatch):
+    """--init_from may be gone. In a new run it is read."""
+    run, read = RunFolder(make_run(tmp_path / "run", 1)), []
+    find_weights = SimpleNamespace(find=lambda name: read.append(name))
+    monkeypatch.setattr("training.inputs.WeightsFolder", find_weights)
+    args = TrainingArguments(out_dir=str(tmp_path), init_from="gone", data=str(tmp_path))
+    resumed = dataclasses.replace(args, resume="auto")
+    choose_sources(args, {}, claims=False)
+    choose_sources(resumed, {}, claims=False)
     run.base.mkdir()
-    assert own(saved, init_from="auto") == ("its own", str(run.base))
+    choose_sources(resumed, {}, claims=False)
+    assert read == ["gone", str(run.checkpoint(1)), str(run.base)]
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ def models_of(tmp_path):
             path = tmp_path / f"{name}.json"
             path.write_text(own if isinstance(own, str) else json.dumps(own))
             words += ["--model", str(path)]
-        names = vars(build_parser(SeveralArguments).parse_args(words)).keys()
-        return read_models(*parse_arguments(words, SeveralArguments), names)
+        parse_arguments(words, SeveralArguments)  # checks the flags of all models
+        return read_models(vars(build_parser(SeveralArguments).parse_args(words)))
 
     return models_of
 

@@ -20,7 +20,7 @@ from model.config import LMConfig, setting
 from model.lora import LoRA, add_lora
 from model.recompute import RECOMPUTE
 from storage.find import DISTILLATION, PRETRAINING
-from training.rates import FROM_WEIGHTS, Default, default_rates
+from training.rates import FROM_WEIGHTS, default_rates
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -209,7 +209,7 @@ class SFTArguments(TrainingArguments):
     )
     init_from: str = changed("init_from", "auto")
     epochs: int = changed("epochs", 3)
-    learning_rate: float = changed("learning_rate", Default(1e-4), "peak learning rate of AdamW")
+    learning_rate: float = changed("learning_rate", 1e-4, "peak learning rate of AdamW")
 
     lora_dim: int | None = setting(
         None, "rank of LoRA adapters; adapted matrices are frozen", AT_LEAST_1, group="adapters"

@@ -35,8 +35,6 @@ from training.resume import (
     find_starting_point,
     resumed_arguments,
     run_identity,
-    with_own_rates,
-    with_own_weights,
 )
 from training.teacher import TeacherWeights, require_same_tokenizer
 
@@ -96,8 +94,8 @@ def find_inputs(
     processes = engine.processes if engine else processes
     choose = partial(choose_sources, args, model_settings, claims=engine is not None)
     start, source, teacher, settings, data = on_main_process(engine, choose)
-    filled = with_own_rates(start, args)
-    filled = replace(filled, data=args.data or data)  # machines may have different paths
+    # Machines may have different paths and threads.
+    filled = replace(args, data=args.data or data, threads=torch.get_num_threads())
     if teacher:
         filled = replace(filled, teacher=str(teacher.source.path))
 
@@ -170,14 +168,15 @@ def require_fitting_flags(args: TrainingArguments, config: LMConfig) -> None:
 def choose_sources(args: TrainingArguments, model_settings: dict, claims: bool) -> tuple:
     """Return a run's starting point, initial weights, teacher, model settings and data folder."""
     start = find_starting_point(args, claims)
-    own = with_own_weights(args, start)
-    out = Path(args.out_dir)
-    source = own.init_from and WeightsFolder.find(name_of(own.init_from, out, PRETRAINING))
+    out, initial = Path(args.out_dir), args.init_from
+    if start.checkpoint and initial:  # weights in the run folder: --init_from may be gone
+        initial = str(start.folder.base if start.folder.base.exists() else start.checkpoint)
+    source = initial and WeightsFolder.find(name_of(initial, out, PRETRAINING))
     settings = source_settings(source, model_settings)
     teacher = None
-    if own.teacher:
-        name = name_of(own.teacher, out, PRETRAINING)
-        teacher = TeacherWeights.find(replace(own, teacher=name))
+    if args.teacher:
+        name = name_of(args.teacher, out, PRETRAINING)
+        teacher = TeacherWeights.find(replace(args, teacher=name))
         settings = {"max_seq_len": teacher.training_length} | settings
     return start, source, teacher, settings, prepared_data(args, source, teacher)
 

@@ -1,20 +1,15 @@
 """Default learning rates and warm-up. docs/recipe.md has the measurements behind the numbers."""
 
-
-class Default(float):
-    """A value that is not typed: a resumed run replaces it with the value that it began with."""
-
-
 # The defaults of a run that starts from existing weights.
 FROM_WEIGHTS = {
-    "learning_rate": Default(5e-4),
-    "embedding_lr_factor": Default(1),
-    "output_lr_factor": Default(1),
-    "warmup_fraction": Default(0.05),
+    "learning_rate": 5e-4,
+    "embedding_lr_factor": 1.0,
+    "output_lr_factor": 1.0,
+    "warmup_fraction": 0.05,
 }
 
 
-def default_rates(optimizer: str, dim: int, tied: bool) -> dict[str, Default]:
+def default_rates(optimizer: str, dim: int, tied: bool) -> dict[str, float]:
     """Return the defaults of --learning_rate, --embedding_lr_factor, --output_lr_factor and
     --warmup_fraction for a model with random weights: beside Muon, or for AdamW alone. `tied` means
     that the input embedding and the output layer share one matrix, which then learns as an
@@ -27,8 +22,8 @@ def default_rates(optimizer: str, dim: int, tied: bool) -> dict[str, Default]:
         rate, warmup = 0.0045 * 128 / dim, 0.25
         embedding, output = 10.0, 1.0 if tied else 4.0
     return {
-        "learning_rate": Default(f"{rate:.2g}"),
-        "embedding_lr_factor": Default(embedding),
-        "output_lr_factor": Default(output),
-        "warmup_fraction": Default(warmup),
+        "learning_rate": float(f"{rate:.2g}"),
+        "embedding_lr_factor": embedding,
+        "output_lr_factor": output,
+        "warmup_fraction": warmup,
     }

@@ -11,18 +11,25 @@ from pathlib import Path
 
 from common.atomic import write_whole
 from common.errors import UsageError
+from common.numbers import available_cores
 from data.chat_template import PLAIN_JINJA
 from data.dataset import TokenStream
 from data.shards import CONVERSATIONS
 from data.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from engine.engine import Engine
+from engine.hardware import processes_here, user_sets_threads
+from engine.launcher_settings import with_launcher_settings
 from model import LMConfig, Transformer
 from storage.checkpoint import STATE, newest_undamaged, read_state, run_of
 from storage.find import program_of, run_to_resume
 from storage.folder import RunFolder, claim, read_settings, step_of
-from training.arguments import TrainingArguments
-from training.rates import FROM_WEIGHTS, Default
+from training.arguments import TrainingArguments, as_arguments, flags_of
 
+# Flags that a resumed run does not take over: those of a launch.
+OF_LAUNCH = {"resume", "run_name", "out_dir", "deepspeed", "time_limit", "model"}
+# A typed flag → the flag that it replaces. Both decide the same.
+REPLACES = {"epochs": "max_steps", "warmup_fraction": "warmup_steps"}
+REPLACES |= {"data": "conversations", "conversations": "data"}
 PACKAGES = ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")
 
 
@@ -33,7 +40,6 @@ class StartingPoint:
     folder: RunFolder
     checkpoint: Path | None = None  # None: a new run
     state: dict = field(default_factory=dict)  # state.json of the checkpoint; {} for a new run
-    arguments: dict = field(default_factory=dict)  # in settings.json; {} for a new run
 
     @property
     def step(self) -> int:
@@ -50,11 +56,13 @@ def find_starting_point(args: TrainingArguments, claims: bool = False) -> Starti
     for path, problem in problems.items():
         print(f"DAMAGED CHECKPOINT {path}: {problem}")
     if newest:
-        arguments = read_settings(run.settings).get("arguments", {})
-        return StartingPoint(run, newest, read_state(newest), arguments)
+        return StartingPoint(run, newest, read_state(newest))
     if problems:
         reason = f"no undamaged checkpoint, {path} is damaged: {problem}"
         raise UsageError(f"--resume {args.resume}: {reason}")
+    if args.resume:
+        searched = Path(args.out_dir, args.run_name or "")
+        print(f"--resume auto: no checkpoint in {searched}, a new run starts")
     return StartingPoint(run)
 
 
@@ -84,31 +92,45 @@ def find_folder(args: TrainingArguments, claims: bool = False) -> tuple[RunFolde
     checkpoints = run.all_checkpoints() if args.resume else []
     if named:
         checkpoints = RunFolder(named).all_checkpoints() or [named]
-    elif args.resume and not checkpoints:
-        searched = out / (args.run_name or "")
-        print(f"--resume auto: no checkpoint in {searched}, a new run starts")
     return run, checkpoints
 
 
-def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return `args`. At a resume, weights in the run folder replace --init_from, which may be
-    gone. The run's own teacher replaces --teacher auto, as there may be a newer run."""
-    if start.checkpoint and args.init_from:
-        base = start.folder.base
-        args = replace(args, init_from=str(base if base.exists() else start.checkpoint))
-    if start.checkpoint and args.teacher == "auto":
-        args = replace(args, teacher=start.arguments.get("teacher", "auto"))
-    return args
+def decided_arguments(
+    typed: dict, kind: type[TrainingArguments] = TrainingArguments
+) -> tuple[TrainingArguments, dict]:
+    """Return training arguments and model settings. A typed flag decides, then the launcher, then
+    the run that --resume continues (see `saved_flags`), then the default."""
+    if typed.get("teacher") == "auto":  # the default, unless a run has its own teacher
+        typed = {name: value for name, value in typed.items() if name != "teacher"}
+    return as_arguments(with_launcher_settings(typed, saved=saved_flags(typed, kind)), kind)
 
 
-def with_own_rates(start: StartingPoint, args: TrainingArguments) -> TrainingArguments:
-    """Return `args` with learning rates and warm-up as plain numbers. At a resume, those that are
-    not typed are the run's own; what an older run does not have is as in a run from weights."""
-    rates = {name: float(getattr(args, name)) for name in FROM_WEIGHTS}
-    if "learning_rate" in start.arguments:
-        untyped = [name for name in rates if isinstance(getattr(args, name), Default)]
-        rates |= {name: float(start.arguments.get(name, FROM_WEIGHTS[name])) for name in untyped}
-    return replace(args, **rates)
+def saved_flags(typed: dict, kind: type[TrainingArguments]) -> dict:
+    """Return the flags that a resumed run takes over from its settings.json: those that are not
+    typed, do not belong to a launch, and are known. Return {} for a new run."""
+    if not typed.get("resume"):
+        return {}
+    try:
+        run, checkpoints = find_folder(kind(**{x: typed[x] for x in OF_LAUNCH & typed.keys()}))
+    except UsageError:  # `find_starting_point` raises it
+        return {}
+    settings = read_settings(run.settings)
+    if not (checkpoints and settings):
+        return {}
+    saved = settings.get("model", {}) | settings.get("arguments", {})
+    known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
+    gone = OF_LAUNCH | typed.keys() | {REPLACES[name] for name in REPLACES.keys() & typed.keys()}
+    if (
+        saved.get("conversations", "builtin") != "builtin"
+        or not Path(saved.get("data", "")).exists()
+    ):
+        gone.add("data")  # it is prepared or named again
+    fits = settings.get("processes_per_machine") == processes_here()
+    if user_sets_threads() or not fits or saved.get("threads", 0) > available_cores():
+        gone.add("threads")
+    # The name prevents that a later search finds another run, which has saved in the meantime.
+    saved = {k: v for k, v in saved.items() if k in known - gone and v is not None}
+    return saved | {"run_name": run.path.name}
 
 
 def run_identity(train_set: TokenStream, args: TrainingArguments, processes: int) -> dict:
@@ -172,6 +194,7 @@ def write_settings(
         "model": config.to_dict(),
         "engine": engine.name,
         "processes": engine.processes,
+        "processes_per_machine": processes_here(),
         "deepspeed": engine.deepspeed,
         "packages": {x: version(x) for x in PACKAGES if find_spec(x)}
         | {"python": platform.python_version()},
@@ -195,7 +218,8 @@ def changes_since_stop(
     before = settings | {f"--{name}": value for name, value in old_flags.items()}
     now = {f"--{name}": value for name, value in new_flags.items()}
     now |= {"engine": engine.name, "processes": engine.processes}
-    before |= {name: now[name] for name in ("--resume", "--run_name")}  # no effect on training
+    for name in ("--resume", "--run_name", "--out_dir"):  # no effect on training
+        before[name] = now[name]
     return [
         f"changed since the run was stopped: {name} {before[name]} → {value}"
         for name, value in now.items()

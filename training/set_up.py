@@ -16,17 +16,16 @@ from accelerate.state import AcceleratorState, GradientState
 from common.errors import UsageError, one_line_errors
 from engine.agreement import on_every_process, on_main_process
 from engine.engine import Engine, build_engines, exit_rank
-from engine.launcher_settings import with_launcher_settings
 from model import ConfigError
 from storage.checkpoint import write_base
 from storage.folder import claim, release_locks
-from training.arguments import TrainingArguments, as_arguments, build_parser
+from training.arguments import TrainingArguments, build_parser
 from training.build import random_state
 from training.failures import one_line_failures
 from training.inputs import Inputs, find_inputs
 from training.interruption import LIVES_ON, SIGNALS, StopRequest
 from training.log import require_trackers
-from training.resume import changes_since_stop, set_aside, write_settings
+from training.resume import changes_since_stop, decided_arguments, set_aside, write_settings
 from training.run import Run
 from training.start_block import start_block, warnings
 
@@ -44,7 +43,7 @@ def run_program(
     try:
         with one_line_errors(kind.program, UsageError, ConfigError), process:
             typed = vars(build_parser(kind).parse_args(argv))
-            args, model_settings = as_arguments(with_launcher_settings(typed), kind)
+            args, model_settings = decided_arguments(typed, kind)
             with one_line_failures(args, model_settings):
                 subject = (make or set_up)(args, model_settings)
                 if subject is not None:

@@ -1,5 +1,6 @@
 """A run that was stopped and resumed ends with the same bits as a run without a stop."""
 
+import json
 import shutil
 import sysconfig
 from functools import cache
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Trained, deepspeed_file, train
+from conftest import Trained, deepspeed_file, launch_command, run_warm, train
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +86,32 @@ def test_a_resumed_run_equals_a_whole_run_to_the_bit(
         assert not torch.equal(first, last)
     weights = resumed.tensors().values()  # the weights are fp32 although the run computes in bf16
     assert not all(torch.equal(w, w.bfloat16().float()) for w in weights)
+
+
+def test_a_resumed_run_needs_no_flag_of_its_first_launch(packed, tmp_path, monkeypatch):
+    """It keeps its shape, loss, rates, schedule, batch, data and threads; a typed flag decides."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    flags = f"{FLAGS} --batch_size 32 --sampled_softmax 4 --lr_schedule wsd --warmup_steps 3"
+    flags += " --weight_decay 0.3 --embedding_lr_factor 2 --threads 1"
+    whole = train("plain", 1, packed, tmp_path / "whole", flags)
+    path = whole.stopped_after(FIRST, tmp_path / "stopped")
+    resume = [*launch_command("plain", 1), "--resume"]
+    resumed = Trained(path, run_warm([*resume, str(path)]).worked())
+    assert "changed since the run was stopped" not in resumed.out
+    assert resumed.said("device") == "CPU, 1 thread per process"
+    assert resumed.ends_as(whole)
+    assert resumed.repeatable() == whole.repeatable()
+    ours, theirs = (
+        json.loads((run.path / "settings.json").read_text())["arguments"]
+        for run in (resumed, whole)
+    )
+    assert ours == theirs | {"resume": str(path), "run_name": "stopped", "out_dir": "out/runs"}
+    again = run_warm([*resume, str(whole.checkpoint(FIRST)), "--weight_decay=0", "--threads=2"])
+    changed = "changed since the run was stopped: "
+    assert [line for line in again.worked().splitlines() if line.startswith(changed)] == [
+        f"{changed}--threads 1 → 2",
+        f"{changed}--weight_decay 0.3 → 0.0",
+    ]
 
 
 def test_a_damaged_newest_checkpoint_is_reported_and_changes_no_result(whole, packed, tmp_path):
