@@ -74,7 +74,8 @@ class TrainingState:
             return from_weights(self.model.config, weights, "the model in training")
 
     def scalars(self) -> dict:
-        """Return AdamW's step (0 if Muon updates everything) and the state of fp16's loss scale."""
+        """Return AdamW's step (0 if Muon updates everything), the state of fp16's loss scale and
+        whether Muon gives the rows of an update equal norms (None without Muon)."""
         scale = None
         if self.accelerator.mixed_precision == "fp16" and self.zero:
             scaler = vars(self.zero.loss_scaler)
@@ -82,7 +83,8 @@ class TrainingState:
         elif self.accelerator.mixed_precision == "fp16":
             scale = self.accelerator.scaler.state_dict()
         steps = (state["step"] for state in self.optimizer.state.values() if "step" in state)
-        return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale}
+        rows = self.optimizer.param_groups[0].get("equal_rows")
+        return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale, "equal_rows": rows}
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
         """Restore the values that `weights`, `moments` and `scalars` return, and frozen weights.
@@ -98,6 +100,8 @@ class TrainingState:
                 state["step"] += step - int(state["step"])  # a tensor, or DeepSpeed's int
         if hasattr(self.optimizer, "ds_opt_adam"):
             catch_up(self.optimizer, step)
+        if "equal_rows" in (group := self.optimizer.param_groups[0]):
+            group["equal_rows"] = scalars["equal_rows"]
         scale = scalars["loss_scale"] if self.accelerator.mixed_precision == "fp16" else None
         if scale and self.zero:
             vars(self.zero.loss_scaler).update(scale)

@@ -6,8 +6,9 @@ A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
                            name.momentum_buffer → Muon's momentum
     random.safetensors     per process: states of random generators, and sums for the next log line
-    state.json             step, AdamW's step, validation loss, loss scale, number of processes,
-                           compiled or not, model, adapters; "identity": what a resume must keep
+    state.json             step, AdamW's step, validation loss, loss scale, Muon's equal rows,
+                           number of processes, compiled or not, model, adapters;
+                           "identity": what a resume must keep
     manifest.json          size and SHA-256 of each file above
 
 Every engine that supports the run's optimizer can load a checkpoint, with any number of processes.

@@ -195,7 +195,7 @@ def matrices(shapes=SHAPES, seed: int = 0) -> list[nn.Parameter]:
 
 def group_of(parameters: list, **changes) -> dict:
     settings = {"algorithm": "muon", "lr": LR, "weight_decay": DECAY, "momentum": MOMENTUM}
-    return {"params": parameters, **settings, **changes}
+    return {"params": parameters, "equal_rows": True, **settings, **changes}
 
 
 def muon_of(parameters: list, dtype=torch.float32, **changes) -> Muon:

@@ -16,7 +16,7 @@ from engine.engine import CHECKPOINT_WRITER, Engine
 from engine.whole_tensors import TrainingState
 from formats.portable import load_tensors
 from storage import checkpoint as files
-from storage.folder import RunFolder, step_of
+from storage.folder import RunFolder, read_settings, step_of
 from training.build import random_state, restore_random
 from training.inputs import Inputs
 from training.log import LossMeter, TrainingLog
@@ -109,6 +109,13 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
     def attempt() -> None:
         try:
             scalars, moments = files.read_state(path), load_tensors(path / files.OPTIMIZER)
+            if scalars["identity"].get("optimizer") == "muon" and "equal_rows" not in scalars:
+                # Equal rows are as old as --warmup_fraction. Older runs go on without them.
+                flags = read_settings(files.run_of(path).settings).get("arguments", {})
+                scalars["equal_rows"] = "warmup_fraction" in flags
+                if engine.is_main:
+                    which = "equal" if scalars["equal_rows"] else "their own"
+                    print(f"{path} is old: rows of Muon's updates have {which} norms", flush=True)
             state.load(files.saved_weights(path), moments, scalars, str(path))
             ranks = [{} for _ in range(scalars["processes"])]
             for name, value in load_file(path / files.RANDOM).items():

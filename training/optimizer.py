@@ -114,6 +114,7 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
             "params": matrices,
             "algorithm": "muon",
             "momentum": args.muon_momentum,
+            "equal_rows": True,  # a resumed run has the value of its checkpoint
             "weight_decay": args.weight_decay,
             "lr_factor": args.muon_learning_rate / args.learning_rate,
         }
@@ -162,7 +163,7 @@ class Update(NamedTuple):
 
 class Muon(torch.optim.AdamW):
     """Update groups with "algorithm": "muon" by Muon, and all other groups by fused AdamW.
-    A Muon group has matrices and a "momentum"; `dtype` is the precision of orthogonalising."""
+    A Muon group has matrices, a "momentum" and "equal_rows"; `dtype` is for orthogonalising."""
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
         super().__init__([{"algorithm": "adamw"} | group for group in groups], lr=lr, fused=True)
@@ -195,8 +196,9 @@ class Muon(torch.optim.AdamW):
         for batch in _batches([update for p in updated for update in self._updates(p)]):
             rows, cols = batch[0].matrix.shape
             scale = max(1, rows / cols) ** 0.5  # as adjust_lr_fn="original" in torch.optim.Muon
-            x = torch.stack([update.matrix.to(self.dtype) for update in batch])
-            for update, matrix in zip(batch, with_equal_rows(orthogonalize(x)), strict=True):
+            x = orthogonalize(torch.stack([update.matrix.to(self.dtype) for update in batch]))
+            x = with_equal_rows(x) if group["equal_rows"] else x
+            for update, matrix in zip(batch, x, strict=True):
                 direction = matrix.flatten().narrow(0, update.first, update.weights.numel())
                 update.weights.add_(direction, alpha=-group["lr"] * scale)
 
