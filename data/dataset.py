@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from common.errors import UsageError
 from common.numbers import counted
+from data.packing import pack
 from data.shards import ANSWER_DTYPE, CONVERSATIONS, TEXT, read_description
 from data.tokenizer import tokenizer_in
 from model import IGNORE_INDEX
@@ -30,7 +31,7 @@ class TokenStream(Dataset):
 
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
-    lengths: np.ndarray | None = None  # number of targets of each sample; None: always seq_len
+    lengths: np.ndarray | None = None  # number of targets of each conversation; None: a text
     n_first: int = 0  # samples 0 to n_first - 1 are the first segmentation; 0: all are alike
     segmentations: int = 1  # ways in which the samples hold the same text
 
@@ -70,8 +71,8 @@ class TokenStream(Dataset):
 
     @property
     def tokens_per_sample(self) -> float:
-        """Mean number of tokens in a sample, without padding."""
-        return self.seq_len if self.lengths is None else float(self.lengths.mean())
+        """Mean number of tokens in a sample, without what fills a row."""
+        return self.seq_len if self.lengths is None else float(self.lengths.sum()) / len(self)
 
     def read(self, start: int, length: int) -> Tensor:
         """Return `length` tokens from position `start` of the stream, int64 (length,)."""
@@ -147,9 +148,9 @@ class WithNoise(Dataset):
 
 
 class ConversationSet(TokenStream):
-    """Conversations, one per row, each from its start to the end of its last answer.
+    """Conversations, each from its start to the end of its last answer.
     A conversation with more than seq_len targets is cut after the last answer that fits, or left
-    out if no answer fits. Raises NothingFitsError if no row is left."""
+    out if no answer fits. Raises NothingFitsError if no conversation is left."""
 
     kind = CONVERSATIONS
     every_target_counts = False
@@ -164,24 +165,24 @@ class ConversationSet(TokenStream):
         valid = (begin >= 0) & (begin < answer) & (answer < end) & (end <= self.n_tokens)
         if not valid.all():
             raise UsageError(f"{folder}: damaged answers in {split}; prepare the data again")
-        # Row i has the answers _first[i] : _end[i], all of which fit into seq_len targets.
+        # Conversation i has the answers _first[i] : _end[i], which fit into seq_len targets.
         fitting = np.flatnonzero(end - begin <= seq_len + 1)
-        begins, rows, n_answers = np.unique(begin[fitting], return_index=True, return_counts=True)
-        self._first = fitting[rows]
+        begins, firsts, n_answers = np.unique(begin[fitting], return_index=True, return_counts=True)
+        self._first = fitting[firsts]
         self._end = self._first + n_answers
-        if not len(self):
+        if not len(begins):
             reason = f"no answer of the {split} split ends within {seq_len} tokens"
             raise NothingFitsError(f"{folder}: {reason}: use a longer --max_seq_len")
-        self.lengths = end[self._end - 1] - begins - 1  # targets of each row
-        # A row is cut if the next answer after the row belongs to the same conversation.
+        self.lengths = end[self._end - 1] - begins - 1
+        # A conversation is cut if the next answer belongs to it too.
         self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
-        self.n_left_out = self._part["documents"] - len(self)
+        self.n_left_out = self._part["documents"] - len(begins)
 
     @property
     def summary(self) -> str:
         """A sentence for the log: how many conversations are used, cut and left out."""
-        rows = f"{counted(len(self), CONVERSATIONS)} within {self.seq_len:,} tokens"
-        return f"{rows}, {self.n_cut:,} of them cut after an answer; {self.n_left_out:,} left out"
+        used = f"{counted(len(self.lengths), CONVERSATIONS)} within {self.seq_len:,} tokens"
+        return f"{used}, {self.n_cut:,} of them cut after an answer; {self.n_left_out:,} left out"
 
     def __len__(self) -> int:
         return len(self._first)
@@ -190,7 +191,11 @@ class ConversationSet(TokenStream):
         """Return (tokens, targets), both int64 (lengths[i],).
         Targets outside of answers are IGNORE_INDEX. Raises UsageError if the data are damaged."""
         if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
+            raise IndexError(f"conversation {i} of {len(self)}")
+        return self.conversation(i)
+
+    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens and targets of a conversation, as `__getitem__` does."""
         answers = self._answers[self._first[i] : self._end[i]]
         begin = answers[0, 0]
         row = self.read(begin, int(self.lengths[i]) + 1)
@@ -199,12 +204,35 @@ class ConversationSet(TokenStream):
             targets[start:end] = row[start:end]
         return row[:-1], targets[1:]
 
-    def collate(self, rows: list[tuple], on_gpu: bool = False) -> tuple[Tensor, Tensor]:
-        """Call `pad`, and pad further to `padded_length`."""
-        tokens, targets = pad(rows)
-        longest = tokens.shape[1]
-        more = (0, padded_length(longest, self.seq_len, on_gpu) - longest)  # at the end of a row
-        return F.pad(tokens, more), F.pad(targets, more, value=IGNORE_INDEX)
+
+class ConversationRows(ConversationSet):
+    """The same conversations, packed into rows of seq_len targets for training (see `pack`).
+    A row holds its conversations one after the other. A position sees all earlier ones of its row.
+    What is left at the end of a row is filled with targets that do not count."""
+
+    def __init__(self, folder: str | Path, split: str, seq_len: int):
+        super().__init__(folder, split, seq_len)
+        self._packed, self._starts_of_rows = pack(self.lengths, seq_len)
+
+    @property
+    def summary(self) -> str:
+        """A sentence for the log: the conversations, and the rows that hold them."""
+        full = self.tokens_per_sample / self.seq_len
+        return f"{super().summary}; packed into {counted(len(self), 'rows')}, {full:.1%} full"
+
+    def __len__(self) -> int:
+        return len(self._starts_of_rows) - 1
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return (tokens, targets), both int64 (seq_len,). Targets outside of answers are
+        IGNORE_INDEX. Raises UsageError if the data are damaged."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        start, end = self._starts_of_rows[i : i + 2]
+        parts = [self.conversation(j) for j in self._packed[start:end]]
+        tokens, targets = map(torch.cat, zip(*parts, strict=True))
+        rest = (0, self.seq_len - len(tokens))
+        return F.pad(tokens, rest), F.pad(targets, rest, value=IGNORE_INDEX)
 
 
 def pad(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -212,15 +240,3 @@ def pad(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Padded targets are IGNORE_INDEX. Causal attention ignores padding at the end."""
     tokens, targets = zip(*rows, strict=True)
     return pad_sequence(tokens, True), pad_sequence(targets, True, IGNORE_INDEX)
-
-
-def padded_length(longest: int, seq_len: int, on_gpu: bool) -> int:
-    """Round `longest` up, at most to seq_len: blocks are compiled for each length that occurs. On a
-    GPU compiling costs more and padding less, so lengths are fewer: 48, 64, 96, 128, 192, ..."""
-    if on_gpu:
-        power = max(64, 1 << (longest - 1).bit_length())
-        length = 3 * power // 4 if longest <= 3 * power // 4 else power
-    else:
-        multiple = max(8, min(64, seq_len // 16))
-        length = -(-longest // multiple) * multiple
-    return min(length, seq_len)

@@ -6,7 +6,7 @@ processes. Therefore a resumed run with the same seed and global batch continues
 samples on any number of processes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,47 +67,12 @@ class MicroBatchSampler:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions. Each epoch has n_samples positions."""
-        n, seed = self.n_samples, self.seed
-        return _in_periods(positions, n, lambda epoch, within: shuffled(within, n, seed, epoch))
-
-
-def _in_periods(positions: np.ndarray, size: int, of_period: Callable) -> np.ndarray:
-    """Cut positions into periods of `size`; return of_period(period, positions in the period)."""
-    periods, within = np.divmod(positions, size)
-    out = np.empty_like(positions)
-    for number in np.unique(periods):
-        chosen = periods == number
-        out[chosen] = of_period(int(number), within[chosen])
-    return out
-
-
-WINDOW = 32  # at most this many global batches are sorted by length together
-
-
-@dataclass(kw_only=True)
-class LengthSampler(MicroBatchSampler):
-    """A stream whose global batches hold samples of similar length, which need little padding.
-    The shuffled samples are cut into windows. The samples of a window are sorted by length and cut
-    into global batches, which are shuffled. A global batch does not depend on world_size."""
-
-    lengths: np.ndarray  # length of each sample
-    global_batch: int  # samples of one step, on all processes together
-
-    def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions, computed window by window."""
-        # A window that spans two epochs may hold a sample twice, even in one batch. To make this
-        # rare, a window is at most a quarter of an epoch if an epoch has four or more batches.
-        size = self.global_batch
-        batches = min(WINDOW, max(1, self.n_samples // (4 * size)))
-
-        def of_window(window: int, within: np.ndarray) -> np.ndarray:
-            first = window * batches * size
-            samples = MicroBatchSampler.indices(self, np.arange(first, first + batches * size))
-            by_length = samples[np.argsort(self.lengths[samples], kind="stable")]
-            order = shuffled(np.arange(batches), batches, self.seed, window)
-            return by_length.reshape(batches, size)[order].ravel()[within]
-
-        return _in_periods(positions, batches * size, of_window)
+        epochs, within = np.divmod(positions, self.n_samples)
+        out = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            out[chosen] = shuffled(within[chosen], self.n_samples, self.seed, int(epoch))
+        return out
 
 
 def spread(n: int, most: int) -> list[int]:

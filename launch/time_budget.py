@@ -41,7 +41,7 @@ MOST_PASSES = 10  # over a text, assumed
 MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/encoding.py)
 MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
-CHAT_BATCH = 16  # about so many conversations per process in a step; fewer in short runs
+CHAT_BATCH = 1024  # about so many tokens of conversations per process in a step
 LOG_LINES = 50  # log lines in a run, approximately
 # Compiling is tried if it pays off when it saves this share of a step and takes so many seconds.
 # The run loads the compiled code again, which takes about CACHED_SECONDS.
@@ -130,7 +130,7 @@ class TimeBudget:
         shapes = shapes_of(config, args)
         length = config.max_seq_len if data.lengths is None else data.tokens_per_sample
         tokens = GPU_TOKENS if self.device.type == "cuda" else recipe.BATCH / self.processes
-        rows = CHAT_BATCH if self.talks else max(1, round(tokens / length))
+        rows = max(1, round((CHAT_BATCH if self.talks else tokens) / length))
         fitting = self.meter.largest_rows(shapes, self.processes)
         rows = self.typed.get("batch_size", min(rows, fitting))
         rows = rows if rows <= fitting else 0
@@ -175,7 +175,7 @@ class TimeBudget:
             most_passes=MOST_PASSES_CHAT if self.talks else most,
             samples=min(len(val), args.eval_samples or len(val)) if val else 0,
             validates_first=self.request.stage == "sft",
-            batch=CHAT_BATCH * self.processes * data.tokens_per_sample if self.talks else None,
+            batch=CHAT_BATCH * self.processes if self.talks else None,
             processes=self.processes,
             typed=self.typed,
         )

@@ -10,7 +10,7 @@ from conftest import error_of
 from test_dataset import make_folder
 
 from common.errors import UsageError
-from data.dataset import ConversationSet, NothingFitsError, PackedDataset, padded_length
+from data.dataset import ConversationRows, ConversationSet, NothingFitsError, PackedDataset
 from data.shards import ShardWriter, token_dtype
 from model import IGNORE_INDEX
 
@@ -113,32 +113,28 @@ def test_the_identity_depends_on_tokens_and_answers(tmp_path):
     assert len({a, c, d}) == 3
 
 
-def test_fewer_padded_lengths_occur_on_a_gpu_than_on_a_cpu():
-    for seq_len, gpu, cpu in (
-        (40, [40], [*range(8, 41, 8)]),
-        (512, [48, 64, 96, 128, 192, 256, 384, 512], [*range(32, 513, 32)]),
-        (1000, [48, 64, 96, 128, 192, 256, 384, 512, 768, 1000], [*range(62, 993, 62), 1000]),
-    ):
-        for on_gpu, expected in ((True, gpu), (False, cpu)):
-            padded = [padded_length(n, seq_len, on_gpu) for n in range(1, seq_len + 1)]
-            assert all(length >= n for n, length in enumerate(padded, start=1))
-            assert padded == sorted(padded)
-            assert sorted(set(padded)) == expected
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_training_rows_are_padded_at_the_end_to_a_length_for_the_device(tmp_path, on_gpu):
-    dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 1000)
-    for numbers in ([0, 1, 2, 3], [4, 5, 6, 7]):
-        rows = [dataset[i] for i in numbers]
-        tokens, targets = dataset.collate(rows, on_gpu)
-        longest = max(len(row) for row, _ in rows)
-        assert tokens.shape == targets.shape == (4, padded_length(longest, 1000, on_gpu))
-        for i, (row, wanted) in enumerate(rows):
-            assert torch.equal(tokens[i, : len(row)], row)
-            assert torch.equal(targets[i, : len(row)], wanted)
-            assert (targets[i, len(row) :] == IGNORE_INDEX).all()
-            assert (tokens[i, len(row) :] == 0).all()
+@pytest.mark.parametrize("seq_len", [30, 80, 1000])
+def test_a_row_holds_whole_conversations_one_after_the_other(tmp_path, seq_len):
+    """Every conversation that fits stands in exactly one row. The rest of a row does not count."""
+    folder = make_set(tmp_path / "c", many())
+    alone, rows = (kind(folder, "train", seq_len) for kind in (ConversationSet, ConversationRows))
+    pairs = (zip(tokens.tolist(), targets.tolist(), strict=True) for tokens, targets in alone)
+    numbers = {tuple(pair): i for i, pair in enumerate(pairs)}
+    found = []
+    for tokens, targets in rows:
+        assert tokens.shape == targets.shape == (seq_len,)
+        left, of_row = list(zip(tokens.tolist(), targets.tolist(), strict=True)), []
+        while first := next((x for x in numbers if left[: len(x)] == [*x]), None):
+            of_row.append(numbers.pop(first))
+            left = left[len(first) :]
+        assert {target for _, target in left} <= {IGNORE_INDEX}
+        found.append(of_row)
+    assert not numbers
+    assert found == sorted(map(sorted, found))
+    assert rows.tokens_per_sample == alone.lengths.sum() / len(rows)
+    assert f"packed into {len(rows)} row" in rows.summary
+    with pytest.raises(IndexError):
+        rows[len(rows)]
 
 
 def test_pickled_and_moved_data_can_still_be_read(tmp_path):

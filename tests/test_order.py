@@ -3,7 +3,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from data.order import WINDOW, LengthSampler, MicroBatchSampler, shuffled
+from data.order import MicroBatchSampler, shuffled
 
 
 def shuffle(n: int, seed: int = 0, epoch: int = 0) -> list[int]:
@@ -21,9 +21,6 @@ def test_orders_never_change():
     assert shuffled(np.arange(9), 9, seed=3, epoch=1).tolist() == [0, 8, 4, 6, 7, 3, 5, 1, 2]
     far = shuffled(np.arange(2), 10**12, seed=2**40, epoch=7)
     assert far.tolist() == [62335652399, 392173342924]
-    sampler = LengthSampler(80, 2, lengths=np.arange(80), global_batch=2, seed=1, start=30)
-    expected = [[1, 2], [7, 12], [65, 73], [74, 77], [27, 33], [72, 79], [15, 30], [41, 49]]
-    assert list(islice(sampler, 8)) == expected
 
 
 @pytest.mark.parametrize("n", [10_000, 65_536])
@@ -67,40 +64,3 @@ def test_epochs_follow_without_a_gap_each_complete_and_in_its_own_order(batch_si
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert epochs == [shuffle(10, epoch=epoch) for epoch in range(3)]
-
-
-LENGTHS = np.random.default_rng(0).geometric(0.02, 700)
-
-
-def by_length(n: int, world_size=1, batch_size=8, accumulation=1, **settings) -> list[int]:
-    """Return the first n samples in the order in which all processes together consume them."""
-    size = world_size * batch_size * accumulation
-    settings |= {"world_size": world_size, "lengths": LENGTHS, "global_batch": size}
-    ranks = range(world_size)
-    samplers = [LengthSampler(len(LENGTHS), batch_size, rank=rank, **settings) for rank in ranks]
-    in_turn = islice(zip(*samplers, strict=True), n // (world_size * batch_size))
-    return [sample for batches in in_turn for batch in batches for sample in batch]
-
-
-@pytest.mark.parametrize("start", [0, 8, 8 * WINDOW, 800])
-@pytest.mark.parametrize("division", [(2, 4, 1), (4, 1, 2), (1, 2, 4)])
-def test_the_length_sampler_has_one_order_however_batches_are_divided(division, start):
-    n = 1600  # more than two epochs
-    expected = by_length(n, seed=9)[start:]
-    assert by_length(n - start, *division, seed=9, start=start) == expected
-
-
-def test_the_length_sampler_reorders_samples_only_within_windows_of_the_stream():
-    size = 8 * min(WINDOW, len(LENGTHS) // (4 * 8))  # at most a quarter of an epoch
-    samples = by_length(2400, seed=5)
-    expected = stream(2400, n_samples=len(LENGTHS), seed=5)
-    for at in range(0, 2400 - size, size):
-        assert sorted(samples[at : at + size]) == sorted(expected[at : at + size])
-    assert samples != expected
-
-
-def test_a_global_batch_has_rows_of_similar_length_and_batches_are_shuffled():
-    lengths = LENGTHS[by_length(4 * WINDOW)].reshape(-1, 8)
-    assert np.ptp(lengths, axis=1).mean() < 0.3 * LENGTHS.std()
-    medians = np.median(lengths, axis=1).tolist()
-    assert medians != sorted(medians)

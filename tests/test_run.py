@@ -100,16 +100,6 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
     return torch.cat([tensor.flatten() for tensor in tensors]).norm().item()
 
 
-@pytest.mark.parametrize("lengths", [None, np.array([3, 8, 5, 8, 1, 2])])
-def test_cudnn_attention_is_off_if_sequences_differ_in_length(run_of, monkeypatch, lengths):
-    monkeypatch.setattr(Sequences, "lengths", lengths)
-    for enabled in (True, False):  # another run of this process may have changed the setting
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
-        run_of()
-        assert torch.backends.cuda.cudnn_sdp_enabled() == (lengths is None)
-    torch.backends.cuda.enable_cudnn_sdp(True)
-
-
 @pytest.mark.parametrize(
     ("counts", "every_target_counts"),
     [(ALL, True), ([8, 1, 0, 3, 8, 2], False), ([0, 0, 0, 0, 0, 1], False)],

@@ -56,9 +56,6 @@ def build_model(
             parameter.data = parameter.data.to(getattr(torch, args.dtype))
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
-    # No cuDNN attention for conversations: it would prepare a new plan for each length. (Blocks
-    # that an earlier run compiled with cuDNN for the same lengths may still use it.)
-    torch.backends.cuda.enable_cudnn_sdp(inputs.train_set.lengths is None)
     if work.compiled:
         compile_blocks(model)
     # DDP would broadcast this buffer, but every process has computed the same numbers.

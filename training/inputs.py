@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from common.errors import ReportedError, UsageError
-from data.dataset import NothingFitsError, TokenStream
+from data.dataset import ConversationRows, ConversationSet, NothingFitsError, TokenStream
 from data.prepare import conversations_out
+from data.shards import CONVERSATIONS
 from engine.agreement import (
     on_each_machine,
     on_every_process,
@@ -102,7 +103,8 @@ def find_inputs(
     def open_data() -> tuple:
         seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
         read = filled.dataset  # distillation finds it in a file
-        train_set = read(filled.data, "train", seq_len)
+        packs = ConversationRows if read is ConversationSet else read
+        train_set = packs(filled.data, "train", seq_len)
         try:
             val_set = read(filled.data, "val", seq_len)
         except NothingFitsError:
@@ -126,6 +128,8 @@ def find_inputs(
 
     train_set, val_set, shapes = on_every_process(engine, open_data)
     identity = run_identity(train_set, filled, processes)
+    if train_set.kind == CONVERSATIONS:  # older versions read them one by one, in another order
+        identity["rows"] = len(train_set)
     if teacher:
         identity["teacher"] = on_each_machine(engine, teacher.source.sha256)[:16]
     is_older = start.checkpoint and "samples_per_epoch" not in start.state["identity"]

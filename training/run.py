@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from common.errors import UsageError
 from data.dataset import WithNoise
-from data.order import LengthSampler, MicroBatchSampler
+from data.order import MicroBatchSampler
 from data.shards import TEXT
 from data.tokenizer import open_tokenizer
 from engine.compilation import why_not_compile
@@ -50,10 +49,7 @@ def sample_order(inputs: Inputs, engine: Engine) -> Iterable[list[int]]:
     """Return the sample indices of this process's micro-batches after `inputs.start`, endlessly."""
     args, train_set, done = inputs.args, inputs.train_set, inputs.start.step
     global_batch = args.global_batch(engine.processes)  # in sequences
-    sampler = MicroBatchSampler
-    if train_set.lengths is not None:  # conversations: group similar lengths
-        sampler = partial(LengthSampler, lengths=train_set.lengths, global_batch=global_batch)
-    order = sampler(
+    order = MicroBatchSampler(
         len(train_set),
         args.batch_size,
         rank=engine.accelerator.process_index,
@@ -72,7 +68,6 @@ def read_batches(inputs: Inputs, engine: Engine) -> Iterator[MicroBatch]:
     """Yield this process's micro-batches after `inputs.start`, endlessly. Their weights are 1."""
     device = engine.accelerator.device
     on_gpu = device.type == "cuda"
-    collate = getattr(inputs.train_set, "collate", None)
     samples: Dataset = inputs.train_set
     if share := inputs.args.token_noise:
         samples = WithNoise(inputs.train_set, share, inputs.args.seed)
@@ -80,7 +75,6 @@ def read_batches(inputs: Inputs, engine: Engine) -> Iterator[MicroBatch]:
         samples,
         batch_sampler=sample_order(inputs, engine),
         num_workers=inputs.args.num_workers,
-        collate_fn=collate and partial(collate, on_gpu=on_gpu),
         pin_memory=on_gpu,
         generator=torch.Generator(),  # by default it would share dropout's generator
     )

@@ -27,17 +27,18 @@ def start_block(run: Run) -> str:
     device, data, batch = run.accelerator.device, inputs.train_set, run.samples_per_step
     lora, checkpoint = inputs.shapes.lora, inputs.start.checkpoint
     origin = f"{inputs.source.path}, with a new optimizer" if inputs.source else "scratch"
-    rows, read = "sequences", f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
+    rows = scored = "sequences"
+    read = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if (n := inputs.samples_per_epoch) < len(data):
         read = f"{data.n_tokens:,} tokens in {data.segmentations} segmentations, "
         read += f"an epoch is {n:,} sequences of {data.seq_len}"
-    if data.lengths is not None:
-        rows, read = "conversations", data.summary
+    if data.kind == CONVERSATIONS:
+        rows, scored, read = "rows", CONVERSATIONS, data.summary
     if args.token_noise:
         share = f"{args.token_noise:g} of the input tokens replaced"
         read += f"; {share}, except in the first segmentation"
     if run.val_loader:
-        read += f"; validation on {len(run.val_loader.dataset):,} {rows}"
+        read += f"; validation on {len(run.val_loader.dataset):,} {scored}"
     epochs = rate.total_steps * batch / inputs.samples_per_epoch
     hint = without_engine(engine.kind, run.work)
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh

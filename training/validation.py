@@ -9,10 +9,11 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from data.dataset import TokenStream
+from data.dataset import TokenStream, pad
 from data.order import spread
 from data.tokenizer import Tokenizer
 from model import IGNORE_INDEX
+from model.cache import without_cudnn
 
 COMPRESSED = 2**20  # tokens of a text that `yardsticks` compresses, at most
 
@@ -27,7 +28,7 @@ def validation_loader(
     loader = DataLoader(
         Subset(dataset, chosen),
         batch_size,
-        collate_fn=getattr(dataset, "collate", None),
+        collate_fn=pad,
         generator=torch.Generator(),  # the default generator also draws dropout masks
     )
     return accelerator.prepare_data_loader(loader)
@@ -42,7 +43,8 @@ def validate(
     model.eval()
     total_loss, n_targets, samples = 0.0, 0, 0
     for tokens, targets in loader:
-        with torch.compiler.set_stance("force_eager"):  # do not compile again for eval mode
+        # Do not compile, nor let cuDNN plan, for each length of conversations.
+        with torch.compiler.set_stance("force_eager"), without_cudnn():
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
         per_sample = per_token.sum(dim=1), (targets != IGNORE_INDEX).sum(dim=1)  # (B,) each
         # Accelerate repeats samples to fill the last batch; gather_for_metrics drops the copies.

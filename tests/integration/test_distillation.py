@@ -12,8 +12,8 @@ import torch
 from conftest import REPOSITORY, Trained, launch_command, pack, train
 from small_model import opinionated, save_model
 
-from data.dataset import ConversationSet, PackedDataset
-from data.order import LengthSampler, MicroBatchSampler
+from data.dataset import ConversationRows, PackedDataset
+from data.order import MicroBatchSampler
 from formats.portable import load_portable
 from model import IGNORE_INDEX, LMConfig, Transformer
 from model.experts import load_balance
@@ -62,7 +62,7 @@ def conversations(packed, tmp_path_factory) -> Path:
 
 
 def by_hand(
-    data: PackedDataset | ConversationSet,
+    data: PackedDataset | ConversationRows,
     teacher: Transformer,
     kl: str = "forward",
     use_moe: bool = False,
@@ -75,13 +75,9 @@ def by_hand(
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     place = {"rank": 0, "world_size": 1, "seed": TrainingArguments.seed, "start": 0}
     batches = MicroBatchSampler(len(data), BATCH, **place)
-    collate = torch.utils.data.default_collate
-    if data.lengths is not None:
-        sizes = {"lengths": data.lengths, "global_batch": BATCH}
-        batches, collate = LengthSampler(len(data), BATCH, **sizes, **place), data.collate
     rows = []
     for _, samples in zip(range(STEPS), batches, strict=False):
-        tokens, targets = collate([data[i] for i in samples])
+        tokens, targets = torch.utils.data.default_collate([data[i] for i in samples])
         counts = targets != IGNORE_INDEX
         out = student(tokens)
         ours, wanted = out.logits[counts], targets[counts]  # (targets, vocab_size)
@@ -140,7 +136,7 @@ def distil(packed, conversations, teacher_of, tmp_path_factory):
 def expected(packed, conversations, teacher, teacher_of) -> dict[str, list[dict]]:
     model, seq_len = load_portable(teacher), SHAPE["max_seq_len"]
     text = PackedDataset(packed, "train", seq_len)
-    answers = ConversationSet(conversations, "train", seq_len)
+    answers = ConversationRows(conversations, "train", seq_len)
     return {
         "": by_hand(text, model),
         "reverse": by_hand(text, model, "reverse"),
