@@ -1,6 +1,5 @@
 """How fast a candidate model trains: measured on this machine, or assumed."""
 
-import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,12 @@ from typing import Any
 import torch
 
 from common.numbers import available_cores
-from engine.hardware import available_memory, matrix_precision, peak_flops
+from engine.hardware import (
+    available_memory,
+    matrix_precision,
+    peak_flops,
+    user_sets_threads,
+)
 from engine.memory import Kind, largest_batch
 from launch.recipe import Candidate, Speed
 from launch.shell_variables import ShellVariables
@@ -30,14 +34,28 @@ def assumed_flops(precision: str, machines: int, processes: int) -> float:
 
 class SpeedMeter:
     """Measure or assume the speed and the memory of models, in a run with `processes` processes
-    under an engine of this `kind`. Measuring ends when `seconds` are over."""
+    under an engine of this `kind`. Measuring ends when `seconds` are over. `has_threads` says that
+    a flag decides the number of CPU threads."""
 
     def __init__(
-        self, request: ShellVariables, inputs: Inputs, kind: Kind, processes: int, seconds: float
+        self,
+        request: ShellVariables,
+        inputs: Inputs,
+        kind: Kind,
+        processes: int,
+        seconds: float,
+        has_threads: bool,
     ):
         self.request, self.inputs, self.kind, self.processes = request, inputs, kind, processes
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.seconds, self.until = seconds, time.time() + seconds
+        # The numbers of threads of a process to choose from; (): there is no choice.
+        self.thread_counts = ()
+        if self.device.type == "cpu" and not (has_threads or user_sets_threads()):
+            cores = max(1, available_cores() * request.machines // processes)
+            self.thread_counts = tuple(
+                dict.fromkeys((cores, max(1, cores - 1), max(1, cores // 2)))
+            )
         self.last = 0.0  # seconds of the last measurement
         self.slowness = 1.0  # measured time of the last model, divided by its assumed time
         self.sample_share = FORWARD_SHARE  # of the time of a training step
@@ -74,7 +92,7 @@ class SpeedMeter:
             begun = time.time()
             if self.last and begun + self.last > self.until:
                 return self.assumed(model)
-            speed = self.measure(model, flags, self.thread_counts())
+            speed = self.measure(model, flags, self.thread_counts)
             self._known[case] = speed, self.threads
             self.last, self.slowness = time.time() - begun, 1.0
             self.slowness = speed.micro_batch / self.assumed(model).micro_batch
@@ -95,12 +113,3 @@ class SpeedMeter:
         found = measure(self.request.kind, flags, threads, self.seconds)
         self.threads = found.threads
         return Speed(found.step * model.rows / rows, found.sample)
-
-    def thread_counts(self) -> tuple[int, ...]:
-        """Return the numbers of CPU threads of a process to choose from; () if there is no choice:
-        on a GPU, or if the user has chosen."""
-        chosen = "OMP_NUM_THREADS" in os.environ or self.inputs.args.threads
-        if self.device.type != "cpu" or chosen:
-            return ()
-        cores = max(1, available_cores() * self.request.machines // self.processes)
-        return tuple(dict.fromkeys((cores, max(1, cores - 1), max(1, cores // 2))))

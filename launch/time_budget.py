@@ -89,7 +89,9 @@ class TimeBudget:
         self.minutes = request.minutes or MINUTES[self.device.type]
         self.kind = kind_of(deepspeed)
         measuring = min(MEASURING_SHARE * 60 * self.minutes, MOST_MEASURING)
-        self.meter = SpeedMeter(request, inputs, self.kind, processes, measuring)
+        self.meter = SpeedMeter(
+            request, inputs, self.kind, processes, measuring, "threads" in typed
+        )
         self.muon = self.kind.takes_muon and typed.get("optimizer") != "adamw"
         self.fixed = inputs.source is not None  # existing weights decide the shape
         self.talks = inputs.train_set.kind == CONVERSATIONS

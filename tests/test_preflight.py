@@ -346,7 +346,7 @@ def test_the_run_gets_the_number_of_threads_that_is_fastest_beside_other_program
 def test_the_processes_of_a_run_share_the_cores(flags, monkeypatch, processes):
     pretend(monkeypatch, cores=4)
     made = budget_of(flags, monkeypatch, processes)
-    assert max(made.meter.thread_counts()) == 4 // processes
+    assert max(made.meter.thread_counts) == 4 // processes
 
 
 def test_a_busy_machine_trains_the_model_of_a_machine_with_fewer_cores(packed, monkeypatch):
