@@ -190,8 +190,7 @@ def keep_freed_memory() -> bool:
 
 
 def processes_here() -> int:
-    """Return the number of processes on this machine that a launcher names; 1 without a launcher.
-    The second variable is that of DeepSpeed's launcher."""
+    """Return the number of processes on this machine. DeepSpeed's launcher sets LOCAL_SIZE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 

@@ -1,7 +1,6 @@
 """The flags of pretraining, fine-tuning and distillation: default, meaning and check of each flag.
 
-The model's flags are fields of `LMConfig`. `python tests/flag_table.py` prints the tables of
-docs/flags.md.
+The model's flags are fields of `LMConfig`. tests/flag_table.py prints the tables of docs/flags.md.
 """
 
 import argparse
@@ -67,10 +66,7 @@ class TrainingArguments:
     time_limit: float | None = setting(None, "minutes after which to save and stop", POSITIVE)
     num_workers: int = setting(0, "extra processes that read batches; 0: none", AT_LEAST_0)
     threads: int | None = setting(
-        None,
-        "CPU threads of each process (default: OMP_NUM_THREADS, or all cores divided among the "
-        "processes)",
-        AT_LEAST_1,
+        None, "CPU threads per process (default: OMP_NUM_THREADS or its share of cores)", AT_LEAST_1
     )
 
     epochs: int = setting(1, "passes over the text or conversations", AT_LEAST_1, group="training")
@@ -307,9 +303,8 @@ def build_parser(
             choices = item.metadata.get("choices")
             metavar = None if choices else value_type.__name__.upper()
             options |= {"type": value_type, "choices": choices, "metavar": metavar}
-        alone = item.metadata.get("alone")  # the value of a flag that is typed without a value
-        if alone is not None:
-            options |= {"nargs": "?", "const": alone}
+        if "alone" in item.metadata:  # the value of a flag that is typed without a value
+            options |= {"nargs": "?", "const": item.metadata["alone"]}
         group.add_argument(f"--{item.name}", *item.metadata.get("aliases", ()), **options)
     # DeepSpeed's launcher adds this flag. It is ignored: LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
@@ -326,8 +321,7 @@ def show_default(value) -> str:
 def parse_arguments(
     argv: list[str] | None = None, kind: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
-    """Return the training arguments, and the typed model settings (which are not checked here).
-    Raises UsageError if a flag is unknown or its value is invalid."""
+    """Return the training arguments and the model settings of a command that starts a new run."""
     return as_arguments(vars(build_parser(kind).parse_args(argv)), kind)
 
 
