@@ -1,14 +1,11 @@
-"""Decide how run_accelerate.sh trains, check the launch, and print the launcher's arguments.
+"""Decide how run_accelerate.sh trains, and print the launcher's arguments.
 
     python -m launch.preflight [flags of the training program]
-
-The training program makes the same checks, but its launcher adds a page of output to each error.
 """
 
 import os
 import shlex
 import sys
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,10 +82,7 @@ def check_launch(
     os.environ["WORLD_SIZE"] = str(processes)
     has_deepspeed = has_deepspeed or bool(args.deepspeed)
     config = deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
-    inputs = find_inputs(args, model_settings, None, processes)
-    if inputs.source and not inputs.start.checkpoint:
-        inputs.source.load()
-    return inputs, config
+    return find_inputs(args, model_settings, None, processes), config
 
 
 def announce_preparation(request: ShellVariables, minutes: float) -> None:
@@ -132,19 +126,17 @@ def main(words: list[str]) -> list[str]:
     if "dtype" not in typed | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
         print("--dtype float32, because this CPU would emulate bf16")
         words, typed["dtype"] = ["--dtype", "float32", *words], "float32"
-    check = partial(check_launch, request.config, processes, kind=request.kind)
-    added = {}
     if saved:
         print("resumed with the flags of the run and the typed flags; MINUTES has no effect")
+        added = {}
     else:
         shape = {}
         if request.stage != "sft" and not typed.get("init_from"):
             shape = fitting_shapes(typed)[0]  # the first shape, until one is chosen
         if request.stage == "distill":
             shape.pop("max_seq_len", None)  # the teacher decides the length
-        inputs, deepspeed = check(typed | shape)
+        inputs, deepspeed = check_launch(request.config, processes, typed | shape, request.kind)
         added = TimeBudget(request, inputs, deepspeed, typed, processes).flags()
-    check(typed | added)
     print(f"starting {counted(processes, 'processes')}; PyTorch is loaded again")
     return [*request.launcher_words(processes), request.kind.program, *as_words(added), *words]
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -21,7 +20,6 @@ from common.errors import TooLittleMemoryError, UsageError
 from data.dataset import PackedDataset
 from engine.deepspeed_config import read_config
 from engine.memory import GIB, MARGIN, OVERHEAD, Workload, engines, estimate, kind_of
-from formats.portable import WEIGHTS_FILE
 from launch import preflight, speed, time_budget
 from launch.preflight import check_launch, main
 from launch.recipe import SHAPES, shape_settings
@@ -142,14 +140,6 @@ def test_the_number_of_processes_is_part_of_the_global_batch(flags, config_file,
 def weights(packed, tmp_path) -> str:
     """A folder with the weights of a tiny model."""
     return str(save_model(tmp_path / "weights", Transformer(CONFIG), packed))
-
-
-def test_the_weights_of_init_from_are_read(flags, weights):
-    flags = [*flags, "--init_from", weights]
-    check(ZERO_2, 2, flags)
-    path = Path(weights, WEIGHTS_FILE)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert refused(ZERO_2, flags).startswith(f"{weights}: no readable weights")
 
 
 @pytest.fixture
