@@ -26,6 +26,17 @@ class History:
         tokens = [row["tokens"] / row["step"] for row in self.train if row.get("tokens")]
         return tokens[0] if tokens else None
 
+    @property
+    def training_loss_is(self) -> str:
+        """Why the training loss cannot be compared with the validation loss; may be empty."""
+        flags = self.settings.get("arguments") or {}
+        reasons = []
+        if flags.get("sampled_softmax", 1) > 1:
+            reasons.append("estimate over a part of the vocabulary")
+        if flags.get("token_noise", 0) > 0:
+            reasons.append("with noise in the input")
+        return f" ({', '.join(reasons)})" if reasons else ""
+
 
 def read_history(path: Path) -> History:
     """Read a run. Raises UsageError if `path` is not a run or has no logged step."""

@@ -90,7 +90,8 @@ def losses(runs: dict[str, History]) -> list[Chart]:
     train, validation = _curves(LOSS, runs), _curves(VAL_LOSS, runs)
     if len(runs) > 1:
         return [replace(LOSS, curves=train), replace(VAL_LOSS, curves=validation)]
-    curves = [replace(curve, label="training") for curve in train]
+    (run,) = runs.values()
+    curves = [replace(curve, label=f"training{run.training_loss_is}") for curve in train]
     curves += [replace(curve, label="validation", color=1) for curve in validation]
     return [replace(LOSS, title="Loss", curves=curves)]
 
@@ -100,6 +101,7 @@ def _curves(chart: Chart, runs: dict[str, History]) -> list[Curve]:
     curves = []
     for color, (name, run) in enumerate(runs.items()):
         label = name if len(runs) > 1 else chart.title
+        label += run.training_loss_is if chart.key == LOSS.key else ""
         points = series(run.train + run.validation, chart.key)
         curves.append(Curve(label, points, color, run.tokens_per_step))
     return [curve for curve in curves if curve.values]

@@ -207,6 +207,31 @@ def test_several_runs_share_charts_and_a_table_lists_their_differences(tmp_path)
     assert a / b == pytest.approx(0.5, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"sampled_softmax": 1, "token_noise": 0.0}, ""),
+        ({"sampled_softmax": 16}, " (estimate over a part of the vocabulary)"),
+        (
+            {"sampled_softmax": 16, "token_noise": 0.1},
+            " (estimate over a part of the vocabulary, with noise in the input)",
+        ),
+    ],
+)
+def test_a_training_loss_that_is_no_measure_of_the_model_is_named_so(tmp_path, flags, said):
+    rows = [train_row(1, loss=2.5), {"step": 1, "val_loss": 2.75}]
+    runs = [
+        write_run(tmp_path / name, rows, settings={"arguments": arguments})
+        for name, arguments in (("run", flags), ("other", {}))
+    ]
+    assert f"nats per token training{said} 2.5 validation 2.75" in report(runs[0]).words
+    draw_losses(runs[0], tmp_path / "loss.svg")
+    assert f"<!-- training{said} 2.5 -->" in (tmp_path / "loss.svg").read_text()
+    page = report(*runs)
+    assert f"nats per token run{said} 2.5 other 2.5" in page.words  # training loss
+    assert "nats per token run 2.75 other 2.75" in page.words  # validation loss
+
+
 def test_numbers_are_shown_in_a_short_form():
     values = (0, 2.90493, 0.0003, 1e-5, 17_243.3, 2_457_600, 3e9, 1e20, -1.5)
     texts = "0 2.905 0.0003 1e-05 17,243 2.458M 3B 1e+20 -1.5"
