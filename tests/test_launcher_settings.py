@@ -106,7 +106,9 @@ def test_a_file_that_contradicts_or_cannot_be_followed_is_refused(file, section,
 def test_without_bf16_the_default_precision_is_fp32(file):
     typed = {"deepspeed": file(bfloat16={"enabled": False}, fp16={"enabled": "auto"})}
     assert with_launcher_settings(typed) == typed | {"dtype": "float32"}
-    assert with_launcher_settings(typed | {"dtype": "float16"})["dtype"] == "float16"
+    half = {"dtype": "float16"}
+    assert with_launcher_settings(typed | half)["dtype"] == "float16"
+    assert with_launcher_settings(typed, saved=half)["dtype"] == "float16"  # of a resumed run
     assert '"bf16" is off, so the default of --dtype is float32' in reading_notes(typed)
 
 
@@ -167,6 +169,11 @@ def test_the_launchers_accumulation_and_clipping_count(environ):
         "ACCELERATE_GRADIENT_CLIPPING": "0.5",
     }
     assert with_launcher_settings({}) == {"accumulation_steps": 2, "grad_clip": 0.5}
+    saved = {"accumulation_steps": 4, "seed": 7}  # of a resumed run
+    assert with_launcher_settings({}, saved=saved) == saved | {
+        "accumulation_steps": 2,
+        "grad_clip": 0.5,
+    }
     with pytest.raises(UsageError, match=r"or type --accumulation_steps 2$"):
         with_launcher_settings({"accumulation_steps": 8})
     environ |= {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}

@@ -31,6 +31,7 @@ from training.resume import (
     find_starting_point,
     resumed_arguments,
     run_identity,
+    saved_flags,
     set_aside,
     write_settings,
 )
@@ -281,7 +282,7 @@ def test_a_resumed_run_keeps_its_rates_unless_they_are_typed(decided):
     assert rates("", {}, SFTArguments) == (1e-4, 1, 1, 0.05)
 
 
-def test_typed_flags_decide_over_the_flags_of_the_run_but_not_those_of_a_launch(decided):
+def test_typed_flags_decide_over_the_flags_of_the_run_but_not_those_of_a_launch(decided, tmp_path):
     saved = {"batch_size": 48, "sampled_softmax": 4, "gradient_checkpointing": "blocks"}
     saved |= {"tf32": False, "gone": 1, "keep_last": None, "run_name": "first", "resume": "x"}
     saved |= {"time_limit": 1.5, "deepspeed": "ds.json", "out_dir": "elsewhere"}
@@ -293,6 +294,10 @@ def test_typed_flags_decide_over_the_flags_of_the_run_but_not_those_of_a_launch(
     assert kept | expected == kept
     assert not kept.keys() & {"gone", "vocab_size"}
     assert decided("--run_name new", saved)["batch_size"] == TrainingArguments.batch_size
+    typed = {"resume": "auto", "run_name": "run", "out_dir": str(tmp_path)}
+    assert saved_flags(typed, TrainingArguments)["batch_size"] == 48
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert saved_flags(typed, TrainingArguments) == {}  # a new run starts
 
 
 def test_a_typed_flag_replaces_the_flag_of_the_run_that_decides_the_same(decided, tmp_path):

@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from test_resume_choice import make_run
 
 import train_several_accelerate as several
 from common.errors import UsageError
@@ -44,6 +45,17 @@ def test_a_model_has_the_flags_of_its_file_and_the_shared_flags(models_of):
     assert first == (first_args, {"dim": 64, "tie_embeddings": False, "n_layers": 2})
     rates = default_rates("adamw", LMConfig.dim, tied=True)
     assert second == (TrainingArguments(run_name="mine", **rates, **given), {"n_layers": 3})
+
+
+def test_a_resumed_model_keeps_its_own_flags(models_of, tmp_path):
+    for name, rate in (("first", 1e-3), ("second", 2e-3)):
+        run = RunFolder(make_run(tmp_path / name, 10))
+        saved = {"arguments": {"learning_rate": rate, "batch_size": 4}, "model": {"dim": 64}}
+        run.settings.write_text(json.dumps(saved), encoding="utf-8")
+    where = ["--out_dir", str(tmp_path), "--resume", "auto"]
+    found = models_of(*where, first={}, second={"learning_rate": 3e-3})
+    assert [args.learning_rate for args, _ in found] == [1e-3, 3e-3]
+    assert [(args.batch_size, model) for args, model in found] == [(4, {"dim": 64})] * 2
 
 
 @pytest.mark.parametrize(

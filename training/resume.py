@@ -106,8 +106,8 @@ def decided_arguments(
 
 
 def saved_flags(typed: dict, kind: type[TrainingArguments]) -> dict:
-    """Return the flags that a resumed run takes over from its settings.json: those that are not
-    typed, do not belong to a launch, and are known. Return {} for a new run."""
+    """Return the flags that a resumed run takes over from its settings.json, unless they are typed:
+    those that do not belong to a launch, and are known. Return {} for a new run."""
     if not typed.get("resume"):
         return {}
     try:
@@ -119,7 +119,7 @@ def saved_flags(typed: dict, kind: type[TrainingArguments]) -> dict:
         return {}
     saved = settings.get("model", {}) | settings.get("arguments", {})
     known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
-    gone = OF_LAUNCH | typed.keys() | {REPLACES[name] for name in REPLACES.keys() & typed.keys()}
+    gone = OF_LAUNCH | {REPLACES[name] for name in REPLACES.keys() & typed.keys()}
     if (
         saved.get("conversations", "builtin") != "builtin"
         or not Path(saved.get("data", "")).exists()
