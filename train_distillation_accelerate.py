@@ -25,8 +25,8 @@ def train(run: Run) -> None:
         run.begin(step)  # learning rate
         for batch in run.micro_batches():
             with run.accumulate():
-                teacher_logits = run.teacher(batch.tokens)
-                out = run.model(batch.tokens)
+                teacher_logits = run.teacher(batch.tokens, batch.starts)
+                out = run.model(batch.tokens, starts=batch.starts)
                 loss, hard, soft, agreement = distillation_loss(
                     out.logits, teacher_logits, batch.targets, args, vocab_size, compiled
                 )

@@ -3,7 +3,8 @@
     accelerate launch --config_file accelerate_config.yaml train_sft_accelerate.py [flags]
 
 Training starts from the weights of --init_from (default: the newest pretraining run). Unlike in
-pretraining, a sequence holds one conversation, and only answer tokens count in the loss.
+pretraining, a sequence holds whole conversations, each of which sees only itself, and only answer
+tokens count in the loss.
 """
 
 from training.arguments import SFTArguments
@@ -25,7 +26,8 @@ def train(run: Run) -> None:
         run.begin(step)  # learning rate
         for batch in run.micro_batches():
             with run.accumulate():
-                out = run.model(batch.tokens, batch.targets)  # only answers count
+                # Only answers are targets, and a conversation sees none of the others.
+                out = run.model(batch.tokens, batch.targets, starts=batch.starts)
                 run.backward(out.loss, batch, out.routing)
         grad_norm = run.clip_gradients()
         run.optimizer.step()

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -207,12 +206,12 @@ class ConversationSet(TokenStream):
 
 class ConversationRows(ConversationSet):
     """The same conversations, packed into rows of seq_len targets for training (see `pack`).
-    A row holds its conversations one after the other. A position sees all earlier ones of its row.
-    What is left at the end of a row is filled with targets that do not count."""
+    A row holds its conversations one after the other, each of which sees only itself. What is left
+    at the end of a row is filled with targets that do not count."""
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         super().__init__(folder, split, seq_len)
-        self._packed, self._starts_of_rows = pack(self.lengths, seq_len)
+        self._packed, self._bounds = pack(self.lengths, seq_len)
 
     @property
     def summary(self) -> str:
@@ -221,18 +220,24 @@ class ConversationRows(ConversationSet):
         return f"{super().summary}; packed into {counted(len(self), 'rows')}, {full:.1%} full"
 
     def __len__(self) -> int:
-        return len(self._starts_of_rows) - 1
+        return len(self._bounds) - 1
 
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64 (seq_len,). Targets outside of answers are
-        IGNORE_INDEX. Raises UsageError if the data are damaged."""
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (tokens, targets, starts), each int64 (seq_len,). Targets outside of answers are
+        IGNORE_INDEX. `starts` has the first position of each position's conversation. Raises
+        UsageError if the data are damaged."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
-        start, end = self._starts_of_rows[i : i + 2]
-        parts = [self.conversation(j) for j in self._packed[start:end]]
-        tokens, targets = map(torch.cat, zip(*parts, strict=True))
-        rest = (0, self.seq_len - len(tokens))
-        return F.pad(tokens, rest), F.pad(targets, rest, value=IGNORE_INDEX)
+        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
+        targets, starts = torch.full_like(tokens, IGNORE_INDEX), torch.zeros_like(tokens)
+        at, (first, end) = 0, self._bounds[i : i + 2]
+        for number in self._packed[first:end]:
+            place = slice(at, at + int(self.lengths[number]))
+            tokens[place], targets[place] = self.conversation(number)
+            starts[at:] = at
+            at = place.stop
+        starts[at:] = at
+        return tokens, targets, starts
 
 
 def pad(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,19 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
     return x.reshape(batch, seq_len, n_kv_heads * n_rep, head_dim)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute softmax(q kᵀ / sqrt(D)) v, where each position sees itself and the past.
+def mask_of(starts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what to add to scores so that each position sees itself and earlier positions from
+    starts[b, t] on, (B, 1, T, T). `starts` is (B, T) int64."""
+    at = torch.arange(starts.shape[1], device=starts.device)
+    hidden = (at > at[:, None]) | (at < starts[:, :, None])  # (B, T, T)
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))[:, None]
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None
+) -> Tensor:
+    """Compute softmax(q kᵀ / sqrt(D)) v, where each position sees itself and the past, or what the
+    `mask` of `mask_of` allows.
 
     `fused_attention` and `row_block_attention` give the same, up to rounding and dropout, without
     all T × T scores in memory. q and the result are (B, T, H, D), k and v (B, T, n_kv_heads, D)."""
@@ -30,27 +41,38 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     k, v = repeat_kv(k, group), repeat_kv(v, group)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
     scores = (q @ k.transpose(-2, -1)).float() / q.shape[-1] ** 0.5  # (B, H, T, T)
-    future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).triu(1)
-    weights = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+    if mask is None:
+        future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    else:
+        scores = scores + mask
+    weights = F.softmax(scores, dim=-1)
     return (F.dropout(weights, dropout).type_as(v) @ v).transpose(1, 2)  # (B, T, H, D)
 
 
-def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def fast_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None
+) -> Tensor:
     """Compute attention with the fastest function that this device and this dropout allow."""
     if q.device.type != "cpu":
-        return fused_attention(q, k, v, dropout)
-    return plain_attention(q, k, v, dropout) if dropout else row_block_attention(q, k, v)
+        return fused_attention(q, k, v, dropout, mask)
+    if dropout:
+        return plain_attention(q, k, v, dropout, mask)
+    return row_block_attention(q, k, v, mask)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute the result of `plain_attention` with PyTorch's fused kernels."""
-    if not takes_grouped_heads(q.dtype):
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None
+) -> Tensor:
+    """Compute the result of `plain_attention` with PyTorch's fused kernels. Of these only the
+    memory-efficient one takes a mask."""
+    if mask is not None or not takes_grouped_heads(q.dtype):
         group = q.shape[2] // k.shape[2]
         k, v = repeat_kv(k, group), repeat_kv(v, group)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
     )
     return out.transpose(1, 2)  # (B, T, H, D)
 
@@ -81,14 +103,20 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.attend = fast_attention if config.use_flash_attn else plain_attention
 
-    def forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        pos_cis: Tensor,
+        cache: LayerCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Let every position attend to itself and the past: (B, T, dim) → (B, T, dim).
 
         pos_cis has the rotations of the positions, (T, D/2) or (B, T, D/2). `cache` holds the keys
-        and values of past tokens, and stores the keys and values of x."""
+        and values of past tokens, and stores the keys and values of x. `mask`: see `mask_of`."""
         q, k, v = self.project(x, pos_cis)
         if cache is None:
-            out = self.attend(q, k, v, self.dropout if self.training else 0.0)
+            out = self.attend(q, k, v, self.dropout if self.training else 0.0, mask)
         else:
             cache.store(k, v)
             out = fused_attention(q, k, v, 0.0) if cache.reads_prompts else cache.attend(q)

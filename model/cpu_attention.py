@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 
-def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute softmax(q kᵀ / sqrt(head_dim)) v, where each position sees itself and the past.
+def row_block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Compute softmax(q kᵀ / sqrt(head_dim)) v, where each position sees itself and the past, or
+    what a `mask` (B, 1, T, T) allows, see `attention.mask_of`.
 
     q and the result are (B, T, H, head_dim), k and v are (B, T, n_kv_heads, head_dim). Scores and
     their softmax have the dtype of q. Gradients of k and v are summed over the blocks in fp32."""
@@ -26,7 +27,7 @@ def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     rows = (q * head_dim**-0.5).view(batch, seq_len, n_kv_heads, group, head_dim).transpose(1, 2)
     rows = rows.reshape(batch * n_kv_heads, seq_len * group, head_dim)  # row t · group + g
     k, v = (x.transpose(1, 2).reshape(batch * n_kv_heads, seq_len, head_dim) for x in (k, v))
-    out, _ = _attend(rows, k, v)
+    out, _ = _attend(rows, k, v, mask)
     out = out.view(batch, n_kv_heads, seq_len, group, head_dim).transpose(1, 2)
     return out.reshape(batch, seq_len, n_heads, head_dim)
 
@@ -57,7 +58,9 @@ def _new_flat_weights(rows: Tensor, k: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("small_lm::row_block_attention", mutates_args=())
-def _attend(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(
+    rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the output, (Z, T · group, D), and the flat attention weights of all blocks, which
     backward needs. rows are the scaled queries, (Z, T · group, D); k and v are (Z, T, D)."""
     seq_len = k.shape[1]
@@ -69,7 +72,11 @@ def _attend(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     future = future.repeat_interleave(group, dim=0)  # (size · group, size)
     for block, start, end, weights in _walk(flat, rows, seq_len):
         scores = rows[:, block] @ k[:, :end].transpose(1, 2)
-        scores[:, :, start:] += future[: (end - start) * group, : end - start]
+        if mask is None:
+            scores[:, :, start:] += future[: (end - start) * group, : end - start]
+        else:
+            of_heads = scores.view(len(mask), -1, end - start, group, end)
+            of_heads += mask[:, :, start:end, None, :end]
         torch.softmax(scores, dim=-1, out=weights)
         out[:, block] = weights @ v[:, :end]
     return out, flat
@@ -93,7 +100,7 @@ def _attend_backward(
 
 
 @_attend.register_fake
-def _(rows, k, v):
+def _(rows, k, v, mask=None):
     return torch.empty_like(rows), _new_flat_weights(rows, k)
 
 
@@ -105,11 +112,11 @@ def _(grad, rows, k, v, flat):
 def _save_for_backward(ctx, inputs, output):
     _, flat = output
     ctx.mark_non_differentiable(flat)
-    ctx.save_for_backward(*inputs, flat)
+    ctx.save_for_backward(*inputs[:3], flat)
 
 
 def _backward(ctx, grad, _):
-    return _attend_backward(grad.contiguous(), *ctx.saved_tensors)
+    return *_attend_backward(grad.contiguous(), *ctx.saved_tensors), None  # no gradient of the mask
 
 
 _attend.register_autograd(_backward, setup_context=_save_for_backward)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import Attention
+from model.attention import Attention, mask_of
 from model.cache import Cache, LayerCache
 from model.config import LMConfig
 from model.experts import Experts
@@ -63,12 +63,18 @@ class TransformerBlock(nn.Module):
         self.has_experts = config.use_moe
         self.feed_forward = Experts(config) if config.use_moe else FeedForward(config)
 
-    def forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None):
+    def forward(
+        self,
+        x: Tensor,
+        pos_cis: Tensor,
+        cache: LayerCache | None = None,
+        mask: Tensor | None = None,
+    ):
         """Return the new x; with experts, also the router's probabilities, (B, T, E)."""
-        return recomputed(self._forward, self.recompute, x, pos_cis, cache)
+        return recomputed(self._forward, self.recompute, x, pos_cis, cache, mask)
 
-    def _forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None):
-        x = x + self.attention(self.attention_norm(x), pos_cis, cache)
+    def _forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None, mask: Tensor | None):
+        x = x + self.attention(self.attention_norm(x), pos_cis, cache, mask)
         if not self.has_experts:
             return x + self.feed_forward(self.ffn_norm(x))
         out, probabilities = self.feed_forward(self.ffn_norm(x))
@@ -111,6 +117,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         reduction: str = "mean",
         cache: Cache | None = None,
+        starts: Tensor | None = None,
     ) -> TransformerOutput:
         """Compute the logits of every position or, if targets are given, the loss.
 
@@ -121,6 +128,7 @@ class Transformer(nn.Module):
                 (B, T), or "hits" for the loss of each position and `hits`.
             cache: for generation; it holds the keys and values of the past and stores new ones.
                 Only the last token of each sequence then has logits, (B, vocab_size).
+            starts: (B, T) int64, the first position that each position sees (default: 0).
 
         Returns a TransformerOutput with logits, (B, T, vocab_size), or the loss in nats, fp32.
 
@@ -138,9 +146,10 @@ class Transformer(nn.Module):
         pos_cis, caches = self.pos_cis[:seq_len], repeat(None)
         if cache:
             pos_cis, caches = cache.begin(self.pos_cis)
+        mask = None if starts is None else mask_of(starts, x.dtype)
         routing = []
         for layer, layer_cache in zip(self.layers, caches, strict=False):
-            x = layer(x, pos_cis, layer_cache)
+            x = layer(x, pos_cis, layer_cache, mask)
             if self.config.use_moe:
                 x, probabilities = x
                 routing.append(probabilities)

@@ -44,6 +44,10 @@ def test_heads_are_repeated_for_kernels_that_take_no_grouped_heads(dtype, heads_
     assert given["heads"] == (heads_given, heads_given)
     assert given["enable_gqa"] == (heads_given == 2)
     assert given["is_causal"]
+    # The only kernel that takes a mask takes no grouped heads.
+    fast_attention(q, k, v, 0.0, torch.empty(2, 1, 11, 11, dtype=dtype, device="meta"))
+    assert given["heads"] == (4, 4)
+    assert not given["is_causal"]
 
 
 @pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
@@ -53,9 +57,9 @@ def test_in_training_dropout_acts_on_attention_weights_and_on_the_output(use_fla
     layer, x, pos_cis = Attention(config), torch.randn(2, 11, 32), precompute_pos_cis(8, 11)
     shares, attend = [], layer.attend
 
-    def seen(q, k, v, dropout):
+    def seen(q, k, v, dropout, mask):
         shares.append(dropout)
-        return attend(q, k, v, dropout)
+        return attend(q, k, v, dropout, mask)
 
     layer.attend = seen
     out = layer(x, pos_cis)

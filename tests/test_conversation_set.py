@@ -121,11 +121,13 @@ def test_a_row_holds_whole_conversations_one_after_the_other(tmp_path, seq_len):
     pairs = (zip(tokens.tolist(), targets.tolist(), strict=True) for tokens, targets in alone)
     numbers = {tuple(pair): i for i, pair in enumerate(pairs)}
     found = []
-    for tokens, targets in rows:
-        assert tokens.shape == targets.shape == (seq_len,)
+    for tokens, targets, starts in rows:
+        assert tokens.shape == targets.shape == starts.shape == (seq_len,)
         left, of_row = list(zip(tokens.tolist(), targets.tolist(), strict=True)), []
         while first := next((x for x in numbers if left[: len(x)] == [*x]), None):
             of_row.append(numbers.pop(first))
+            at = seq_len - len(left)
+            assert starts[at : at + len(first)].tolist() == [at] * len(first)
             left = left[len(first) :]
         assert {target for _, target in left} <= {IGNORE_INDEX}
         found.append(of_row)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from model.attention import fast_attention, plain_attention, repeat_kv
+from model.attention import fast_attention, mask_of, plain_attention, repeat_kv
 from model.cpu_attention import row_block_attention
 
 # (batch, tokens, heads, key/value heads, head_dim). A block has 64 tokens, or 128 if heads share no
@@ -30,34 +30,45 @@ def heads(shape, dtype=torch.float32, seed=0):
     ]
 
 
-def reference(q, k, v):
-    """Compute attention by its formula in float64."""
+def reference(q, k, v, starts):
+    """Compute attention by its formula in float64. A position sees none before its start."""
     seq_len, head_dim, group = q.shape[1], q.shape[-1], q.shape[2] // k.shape[2]
     q, k, v = (x.double().transpose(1, 2) for x in (q, repeat_kv(k, group), repeat_kv(v, group)))
     scores = q @ k.transpose(-2, -1) / head_dim**0.5
-    future = torch.ones(seq_len, seq_len).triu(1).bool()
-    return (scores.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+    hidden = torch.ones(seq_len, seq_len).triu(1).bool()
+    hidden = hidden | (torch.arange(seq_len) < starts[:, :, None])  # (B, T, T)
+    weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
+    return (weights @ v).transpose(1, 2)
 
 
 @SHAPE
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)],
     ids=["fp32", "bf16"],
 )
-def test_output_and_gradients_equal_those_of_the_formula(shape, dtype, tolerance):
-    results = []
-    for attend, kind in ((row_block_attention, dtype), (reference, torch.float64)):
+def test_output_and_gradients_equal_those_of_the_formula(shape, dtype, tolerance, several):
+    """A sequence is one conversation, or several that do not see each other."""
+    results, starts = [], torch.zeros(shape[:2], dtype=torch.int64)
+    if several:
+        begins = torch.rand(shape[:2], generator=torch.Generator().manual_seed(1)) < 0.05
+        starts = (begins * torch.arange(shape[1])).cummax(dim=1).values
+    mask = mask_of(starts, dtype) if several else None
+    for attend, of_sequence, kind in (
+        (row_block_attention, mask, dtype),
+        (reference, starts, torch.float64),
+    ):
         *qkv, gradient = (x.to(kind) for x in heads(shape, dtype))
         qkv = [x.requires_grad_() for x in qkv]
-        out = attend(*qkv)
+        out = attend(*qkv, of_sequence)
         results.append([out.detach(), *torch.autograd.grad(out, qkv, gradient)])
     for name, mine, theirs in zip(("out", "q", "k", "v"), *results, strict=True):
         assert mine.dtype == dtype
         if shape[1] == 1 and name in "qk":  # one position sees only itself, whatever q and k are
             assert not mine.any()
         else:
-            assert (mine.double() - theirs).norm() < tolerance * theirs.norm(), name
+            assert (mine.double() - theirs).norm() <= tolerance * theirs.norm(), name
 
 
 def test_gradients_pass_the_numerical_check():
@@ -70,7 +81,9 @@ def test_the_operations_are_registered_as_torch_requires():
     rows, k, v, _ = heads((2, 70, 2, 1, 8))
     rows = rows.reshape(2, 140, 8).requires_grad_()
     k, v = (x.reshape(2, 70, 8).requires_grad_() for x in (k, v))
-    torch.library.opcheck(torch.ops.small_lm.row_block_attention.default, (rows, k, v))
+    mask = mask_of(torch.zeros(2, 70, dtype=torch.int64), torch.float32)
+    for more in ((), (mask,)):
+        torch.library.opcheck(torch.ops.small_lm.row_block_attention.default, (rows, k, v, *more))
 
 
 def test_fast_attention_on_a_cpu_uses_row_blocks_unless_there_is_dropout():

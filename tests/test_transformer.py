@@ -106,6 +106,28 @@ def test_future_tokens_do_not_change_past_logits(use_flash_attn):
         assert not torch.allclose(after[:, t], before[:, t], atol=1e-3)
 
 
+@pytest.mark.parametrize("changes", [{"recompute": "selective"}, {"dropout": 1e-9}, {}], ids=str)
+@KERNELS
+def test_conversations_in_a_row_have_the_losses_and_gradients_that_they_have_alone(
+    use_flash_attn, changes
+):
+    how = changes.copy()
+    recompute = how.pop("recompute", "off")
+    model = transformer(use_flash_attn=use_flash_attn, max_seq_len=200, **how).train()
+    for block in model.layers:
+        block.recompute = recompute
+    lengths, tokens = (70, 1, 90, 39), some_tokens(200, batch=2)
+    begins = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
+    starts = begins.repeat_interleave(torch.tensor(lengths)).expand(2, -1)
+    in_row = model(tokens, tokens, "none", starts=starts).loss
+    alone = torch.cat([model(x, x, "none").loss for x in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(in_row, alone, rtol=1e-5, atol=1e-5)
+    weights = list(model.parameters())
+    found, expected = (torch.autograd.grad(loss.sum(), weights) for loss in (in_row, alone))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item())
+
+
 def test_a_sequence_longer_than_the_context_is_refused():
     model = transformer()
     assert model(some_tokens(seq_len=40)).logits.shape == (3, 40, 50)

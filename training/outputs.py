@@ -41,7 +41,7 @@ def prompt_and_continuations(
     args, data = inputs.args, inputs.val_set or inputs.train_set
     next_ids = []  # tokens with which the continuation may begin; []: all
     if args.sample_prompt is None:
-        tokens, targets = data[0]
+        tokens, targets, *_ = data[0]
         if data.kind == CONVERSATIONS:  # the conversation up to its first answer that counts
             prompt = tokens[: int((targets != IGNORE_INDEX).nonzero()[0]) + 1].tolist()
         else:

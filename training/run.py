@@ -38,6 +38,7 @@ class MicroBatch(NamedTuple):
     tokens: Tensor  # (batch_size, length) int64, on the device of training
     targets: Tensor  # (batch_size, length) int64, on the same device; IGNORE_INDEX does not count
     n_targets: int  # number of targets that count in the loss
+    starts: Tensor | None = None  # (batch_size, length), of conversations: see Transformer.forward
     weight: float = 1.0  # n_targets / mean n_targets of the step's micro-batches on all processes
 
 
@@ -78,10 +79,10 @@ def read_batches(inputs: Inputs, engine: Engine) -> Iterator[MicroBatch]:
         pin_memory=on_gpu,
         generator=torch.Generator(),  # by default it would share dropout's generator
     )
-    for tokens, targets in loader:
-        n_targets = int((targets != IGNORE_INDEX).sum())
-        tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
-        yield MicroBatch(tokens, targets, n_targets)
+    for samples in loader:
+        n_targets = int((samples[1] != IGNORE_INDEX).sum())
+        tokens, targets, *starts = (x.to(device, non_blocking=True) for x in samples)
+        yield MicroBatch(tokens, targets, n_targets, *starts)
 
 
 def with_weights(batches: Iterator[MicroBatch], n: int, engine: Engine) -> Iterator[MicroBatch]:

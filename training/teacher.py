@@ -97,6 +97,6 @@ class Teacher:
         self.held = sum(p.numel() * p.element_size() for p in shares)  # bytes on this process
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, T, vocab_size) for tokens (B, T)."""
-        return self.model(tokens).logits[..., : self.vocab_size]
+    def __call__(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Return logits (B, T, vocab_size) for tokens and starts (B, T)."""
+        return self.model(tokens, starts=starts).logits[..., : self.vocab_size]
