@@ -14,6 +14,7 @@
 # PREPARE_FLAGS=... flags for the preparation of text, such as "--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   number of processes (default: one per GPU; on a CPU, one)
 # ENGINE=name       the engine of configs/name.yaml (docs/engines.md); or CONFIG=file.yaml, your own file for Accelerate
+# OMP_NUM_THREADS=N CPU threads per process (default: the fastest of all cores, one core less, and half of them)
 # PYTHON=file       a Python to use as it is, with the packages that it has (default: one with the pinned versions, or
 #                   a new .venv)
 # MASTER_PORT=N     port at which the processes meet (default: any free port)

@@ -102,8 +102,8 @@ class TimedRun(Run):
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         for batch in super().micro_batches():
-            tokens, targets = batch.tokens[: self.rows], batch.targets[: self.rows]
-            yield batch._replace(tokens=tokens, targets=targets)
+            fields = {k: v for k, v in batch._asdict().items() if isinstance(v, torch.Tensor)}
+            yield batch._replace(**{k: v[: self.rows] for k, v in fields.items()})
 
     def end(self, step: int, grad_norm) -> None:
         pass
