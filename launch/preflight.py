@@ -1,13 +1,15 @@
 """Decide how run_accelerate.sh trains, and print the launcher's arguments.
 
-    python -m launch.preflight [flags of the training program]
+python -m launch.preflight [flags of the training program]
 """
 
 import os
 import shlex
 import sys
+import time
 from typing import Any
 
+import psutil
 import torch
 import yaml
 from accelerate.commands import launch
@@ -104,6 +106,7 @@ def announce_preparation(request: ShellVariables, minutes: float) -> None:
 def main(words: list[str]) -> list[str]:
     """Return the launcher's arguments. Raises UsageError or ConfigError if the launch cannot
     work."""
+    loading = time.time() - psutil.Process().create_time()
     request = ShellVariables(os.environ, words)
     parser = build_parser(request.kind)
     # A mistake should not cost the time to prepare text.
@@ -136,7 +139,7 @@ def main(words: list[str]) -> list[str]:
         if request.stage == "distill":
             shape.pop("max_seq_len", None)  # the teacher decides the length
         inputs, deepspeed = check_launch(request.config, processes, typed | shape, request.kind)
-        added = TimeBudget(request, inputs, deepspeed, typed, processes).flags()
+        added = TimeBudget(request, inputs, deepspeed, typed, processes, loading).flags()
     print(f"starting {counted(processes, 'processes')}; PyTorch is loaded again")
     return [*request.launcher_words(processes), request.kind.program, *as_words(added), *words]
 

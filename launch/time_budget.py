@@ -30,9 +30,9 @@ from training.inputs import Inputs, shapes_of
 from training.rates import FROM_WEIGHTS
 
 MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
-# The launch is assumed to take LAUNCH_SHARE times the CPU time of preflight before its first
-# choice, which leaves out the preparation of the text, and writing the results END_SECONDS.
-LAUNCH_SHARE, END_SECONDS = 1.5, 4
+# Starting the processes, and then writing the results, take about so many times as long as loading
+# the packages of preflight: on a slow or busy machine, everything takes longer.
+LAUNCH_SHARE = 3.0
 # Preparation that takes more than this share of MINUTES does not count: time begins at its end.
 MOST_PREPARING = 0.5
 MEASURING_SHARE, MOST_MEASURING = 0.2, 120  # share of the time for measuring; at most so many s
@@ -73,6 +73,7 @@ class TimeBudget:
         inputs: the run with the first valid shape, or with the shape of existing weights.
         deepspeed: DeepSpeed's configuration, if any.
         typed: the flags that the user typed, and the flags that preflight has added.
+        loading: seconds that preflight needed to load its packages.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class TimeBudget:
         deepspeed: dict | None,
         typed: dict[str, Any],
         processes: int,
+        loading: float,
     ):
         self.request, self.inputs, self.typed = request, inputs, typed
-        self.processes = processes
+        self.processes, self.loading = processes, loading
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.minutes = request.minutes or MINUTES[self.device.type]
         self.kind = kind_of(deepspeed)
@@ -97,8 +99,9 @@ class TimeBudget:
         self.talks = inputs.train_set.kind == CONVERSATIONS
         self.knows_steps = not {"max_steps", "epochs"}.isdisjoint(typed)
         self.compiles: bool | None = None  # None: the training program decides
-        self.started, self.launching = psutil.Process().create_time(), time.process_time()
-        waited = time.time() - self.started - self.launching  # mostly for the preparation
+        self.started = psutil.Process().create_time()
+        # Preparation runs in another process, so it takes no CPU time of this one.
+        waited = time.time() - self.started - max(loading, time.process_time())
         if waited > MOST_PREPARING * 60 * self.minutes:
             print(f"preparing took {waited / 60:.1f} min: the {self.minutes:g} min begin now")
             self.started += waited
@@ -164,8 +167,7 @@ class TimeBudget:
         """Return the seconds that are left for steps and validations."""
         if self.request.machines > 1:
             return 60 * self.minutes
-        launch = LAUNCH_SHARE * self.launching
-        return 60 * self.minutes - (time.time() - self.started) - launch - END_SECONDS
+        return 60 * self.minutes - (time.time() - self.started) - LAUNCH_SHARE * self.loading
 
     def task(self) -> recipe.Task:
         """Describe the data of the run and its time."""

@@ -419,7 +419,7 @@ def test_a_long_preparation_does_not_count(packed, monkeypatch, capsys, waited, 
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: time.time() - waited - 5)
     monkeypatch.setattr(time, "process_time", lambda: 5.0)
     made = budget_of(["--data", str(packed)], monkeypatch, started=None)
-    left = 240 - 5 * (1 + time_budget.LAUNCH_SHARE) - time_budget.END_SECONDS - waited * counts
+    left = 240 - 5 - 2 * time_budget.LAUNCH_SHARE - waited * counts
     assert made.left() == pytest.approx(left, abs=1)
     assert ("the 4 min begin now" in capsys.readouterr().out) is not counts
 
@@ -459,9 +459,9 @@ def budget_of(
     typed = vars(build_parser(request.kind).parse_args(flags))
     shape = shape_settings(*SHAPES[0], typed)
     inputs, deepspeed = check_launch(config, processes, typed | shape)
-    made = time_budget.TimeBudget(request, inputs, deepspeed, typed, processes)
+    made = time_budget.TimeBudget(request, inputs, deepspeed, typed, processes, loading=2.0)
     if started is not None:
-        made.started, made.launching = time.time() - started, 2.0
+        made.started = time.time() - started
     return made
 
 
