@@ -96,7 +96,11 @@ def set_up(argv: list[str] | None, args: SeveralArguments, model_settings: dict)
     models = read_models(vars(build_parser(SeveralArguments).parse_args(argv)))
     folders = [RunFolder(Path(args.out_dir, args.run_name)) for args, _ in models]
     runs = set_up_together(models, partial(resumed_together, folders, args.resume))
-    return Runs(runs, folders) if runs else None
+    if not runs:
+        return None
+    together = Runs(runs, folders)
+    together.repeat_validations()
+    return together
 
 
 class Runs:
@@ -122,6 +126,12 @@ class Runs:
             self._random[run] = random_state(run.accelerator.device)
             self._left[run] = time.perf_counter()
 
+    def repeat_validations(self) -> None:
+        """After a resume, make up for validations that a stop request prevented."""
+        for run in self.in_turn():
+            run.repeat_validation()
+        self.first.stopped = next((run.stopped for run in self.all if run.stopped), None)
+
     def end(self, step: int, val_losses: dict[Run, float | None]) -> None:
         """Save all runs if one run is due, --save_minutes have passed, or a stop is requested."""
         stop = self.first.stop
@@ -131,7 +141,8 @@ class Runs:
             for run in self.in_turn():
                 run.save(step, val_losses[run])
             stop.saved()
-        if reason and step < self.first.total_steps:
+        interrupted = any(run.interrupted for run in self.all)
+        if reason and (step < self.first.total_steps or interrupted):
             self.first.stopped = step, reason
 
     def finish(self) -> None:

@@ -154,7 +154,7 @@ class FakeRun:
     def __init__(self):
         self.engine = SimpleNamespace(is_main=False)
         self.total_steps = 9
-        self.due, self.done, self.stopped = False, [], None
+        self.due, self.done, self.stopped, self.interrupted = False, [], None, False
         self.checkpointer = SimpleNamespace()
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:

@@ -64,6 +64,21 @@ def test_ignored_targets_do_not_count_anywhere(accelerator, batch_size):
     assert math.isnan(result["loss"])
 
 
+@pytest.mark.parametrize("batches", [0, 1, 4])
+def test_a_stop_request_ends_a_validation_before_the_next_batch(accelerator, batches):
+    """After 4 of 5 batches, Accelerate has already read the last batch ahead."""
+    model = LossIsTheTarget().train()
+    loader = validation_loader(Lines([[1] * 4] * 5), 1, 0, accelerator)
+    read = []
+    model.register_forward_hook(lambda *_: read.append(1))
+    how = {"bytes_per_token": 2.0, "stops": lambda: len(read) == batches}
+    assert validate(model, loader, accelerator, **how) is None
+    assert len(read) == batches
+    assert model.training
+    assert not accelerator.gradient_state.end_of_dataloader
+    assert validate(model, loader, accelerator, bytes_per_token=2.0)["samples"] == 5
+
+
 @pytest.mark.parametrize("batch_size", [1, 64])
 def test_validation_is_the_mean_over_samples_to_the_bit(packed, accelerator, batch_size):
     """Validation switches dropout off and draws no random number."""

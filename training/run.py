@@ -115,6 +115,7 @@ class Run:
         self.work = inputs.workload(engine.processes, self.accelerator.device, compiled)
         self.model, self.optimizer, self.state = build_model(inputs, engine, self.work)
         self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
+        self.interrupted = False  # True if a stop request has ended a validation early
         self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
         self._batches = read_batches(inputs, engine)
@@ -133,9 +134,9 @@ class Run:
         """Yield the step numbers from `first_step` to the last step or a stop request."""
         self.model.train()
         for step in range(self.first_step, self.total_steps + 1):
-            yield step
             if self.stopped:
                 return
+            yield step
 
     def begin(self, step: int) -> None:
         """Set a step's learning rate. DeepSpeed needs it already in `backward`."""
@@ -199,17 +200,27 @@ class Run:
 
     def end(self, step: int, grad_norm: float | Tensor) -> None:
         """Report the step (see `report`); save if it is time; at a stop request, save and stop."""
-        val_loss = self.report(step, grad_norm)
+        self.save_or_stop(step, self.report(step, grad_norm))
+
+    def save_or_stop(self, step: int, val_loss: float | None) -> None:
+        """Save if it is time; at a stop request, save and stop. Every process must call this."""
         reason = self.stop.reason()
         if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):
             self.save(step, val_loss)
             self.stop.saved()
-        if reason and step < self.total_steps:
+        if reason and (step < self.total_steps or self.interrupted):
             self.stopped = step, reason
 
+    def repeat_validation(self) -> None:
+        """After a resume, make up for a validation and a sample that a stop request prevented."""
+        start = self.inputs.start
+        is_due = self.val_loader and self._is_time(start.step, self.args.eval_interval)
+        if start.checkpoint and is_due and start.state["val_loss"] is None:
+            self.save_or_stop(start.step, self.evaluate(start.step))
+
     def report(self, step: int, grad_norm: float | Tensor) -> float | None:
-        """Log the step; validate and write a sample if it is time. Return the validation loss or
-        None. Raises UsageError after --max_bad_steps steps in a row with a non-finite gradient."""
+        """Log the step, then `evaluate`; return its validation loss. Raises UsageError after
+        --max_bad_steps steps in a row with a non-finite gradient."""
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
         epoch = step * self.samples_per_step / self.inputs.samples_per_epoch
@@ -225,25 +236,37 @@ class Run:
                 self.checkpointer.wait()
                 steps = f"{bad} steps in a row"
                 raise UsageError(f"{steps} had a non-finite gradient: lower --learning_rate")
+        return self.evaluate(step)
+
+    def evaluate(self, step: int) -> float | None:
+        """Validate and write a sample if it is time. Return the validation loss or None."""
         val_loss = self.validate(step) if self._is_time(step, self.args.eval_interval) else None
         if self.args.sample_interval and step % self.args.sample_interval == 0:
             self.write_sample(step)
         return val_loss
 
     def validate(self, step: int) -> float | None:
-        """Log and return the validation loss; None if it is not finite or there are no data."""
+        """Log and return the validation loss; None if it is not finite, if there are no data or
+        after a stop request, which ends the validation on all processes before the same batch."""
         if not self.val_loader:
             return None
         with self.log.clock.pause():
             data = self.inputs.val_set
-            result = validate(self.model, self.val_loader, self.accelerator, data.bytes_per_token)
+            how = (self.accelerator, data.bytes_per_token, self.stop.reason)
+            result = validate(self.model, self.val_loader, *how)
+            self.interrupted = result is None
+            if self.interrupted:
+                return None
             if step == self.total_steps and data.kind == TEXT and self.engine.is_main:
                 result |= yardsticks(data, open_tokenizer(self.folder.path))
         self.log.validation(step, result)
         return result["loss"] if math.isfinite(result["loss"]) else None
 
     def write_sample(self, step: int) -> None:
-        """Let the model generate a text, log it and append it to samples.jsonl."""
+        """Let the model generate a text, log it and append it to samples.jsonl; not after an
+        interrupted validation."""
+        if self.interrupted:
+            return
         with self.log.clock.pause():
             write_sample(step, self.state.whole_model(), self.inputs, self.log)
 

@@ -85,7 +85,10 @@ def notebook_process(command: list[str]) -> Iterator[None]:
 def set_up(args: TrainingArguments, model_settings: dict, kind: type[Run] = Run) -> Run | None:
     """Return a run that is ready to train, or None if it is finished. Raises UsageError or
     ConfigError if the run cannot be trained."""
-    return next(iter(set_up_together([(args, model_settings)], kind=kind)), None)
+    run = next(iter(set_up_together([(args, model_settings)], kind=kind)), None)
+    if run:
+        run.repeat_validation()
+    return run
 
 
 def set_up_together(

@@ -3,6 +3,7 @@
 import gzip
 import lzma
 import math
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
@@ -36,13 +37,23 @@ def validation_loader(
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
-) -> dict:
+    model: nn.Module,
+    loader: DataLoader,
+    accelerator: Accelerator,
+    bytes_per_token: float,
+    stops: Callable[[], object] = lambda: None,
+) -> dict | None:
     """Return "loss", the mean in nats over the counted targets of all processes; "perplexity";
-    "bits_per_byte", comparable between tokenizers; "samples", the number of sequences."""
+    "bits_per_byte", comparable between tokenizers; "samples", the number of sequences. Return None
+    as soon as `stops`, which is called before each batch, returns something true; it must return
+    the same on every process."""
     model.eval()
     total_loss, n_targets, samples = 0.0, 0, 0
     for tokens, targets in loader:
+        if stops():
+            loader.end()  # else Accelerate might take the next micro-batch for the last of a step
+            model.train()
+            return None
         # Do not compile, nor let cuDNN plan, for each length of conversations.
         with torch.compiler.set_stance("force_eager"), without_cudnn():
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored

@@ -22,6 +22,7 @@ from conftest import (
     clean_environment,
     has_ended,
     kill_all,
+    launch_command,
     run_warm,
     start_warm,
     train_command,
@@ -30,6 +31,7 @@ from conftest import (
 )
 from warm_ranks import WarmProcess
 
+from storage.checkpoint import read_state
 from training.interruption import python
 
 pytestmark = pytest.mark.slow
@@ -152,6 +154,77 @@ def test_a_signal_to_one_rank_saves_on_all_and_prints_the_command_that_resumes(
     if processes == 1:
         typed = [python(), *trainer.command("run")[1:]]
     assert command == [*typed, "--resume", str(tmp_path / "run")]
+
+
+STOPPED_IN_VALIDATION = """
+import os, signal, sys
+sys.path.insert(0, {repository!r})
+import model.transformer as transformer
+original, calls = transformer.Transformer.forward, 0
+def forward(self, tokens, targets=None, *args, **options):
+    global calls
+    calls += targets is not None and not self.training
+    if calls == int(os.environ["STOP_AT"]) and os.environ.get("RANK", "1") == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+        calls += 1
+    return original(self, tokens, targets, *args, **options)
+transformer.Transformer.forward = forward
+from {program} import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "processes", "names"),
+    [
+        *(("plain", 1, [""]), ("ddp", 2, [""]), ("zero2", 2, [""])),
+        *(("configs/zero3.yaml", 2, [""]), ("ddp", 2, ["a", "b"])),
+    ],
+)
+def test_a_signal_ends_a_validation_and_the_resumed_run_repeats_it(
+    packed, tmp_path, engine, processes, names
+):
+    """One process gets a signal in the validation of step 3 (if two models train together, of the
+    first), and another in that of the last step (of the second), each time before the last of four
+    batches. The run ends as the one that never stopped, with the same log."""
+    flags = f"--max_steps 6 --dropout 0.1 --batch_size {4 // processes} --accumulation_steps 2"
+    flags += " --eval_interval 3 --eval_samples 16 --sample_interval 3 --keep_last 0"
+    program = "train_pretrain_accelerate"
+    if len(names) > 1:
+        program = "train_several_accelerate"
+        for name in names:
+            (tmp_path / f"{name}.json").write_text("{}")
+            flags += f" --model {tmp_path}/{name}.json"
+    script = tmp_path / "train_stopped.py"
+    script.write_text(STOPPED_IN_VALIDATION.format(repository=str(REPOSITORY), program=program))
+    launch = [*launch_command(engine, processes)[:-1], str(script)]
+
+    def train_until(where: str, stop_at: int, more: str = "--resume auto") -> str:
+        words = train_command(launch, processes, packed, tmp_path / where, f"{flags} {more}")
+        if len(names) > 1:
+            at = words.index("--run_name")
+            words[at - 1 : at + 2] = [str(tmp_path / where)]  # the folder of both runs
+        return run_warm(words, STOP_AT=str(stop_at)).worked()
+
+    never = 1000
+    train_until("whole", never, "")
+    assert "stopped by SIGTERM after step 3, saved" in train_until("run", 3, "")
+    runs = [Trained(tmp_path / "run" / name, "") for name in names]
+    assert not [row for run in runs for row in run.rows("val_loss")]
+    assert not list(tmp_path.glob("run/**/samples.jsonl"))
+    batches = 4 * (2 * len(names) - 1)  # in whole validations before the one that is interrupted
+    assert "stopped by SIGTERM after step 6, saved" in train_until("run", batches + 3)
+    assert [row["step"] for row in runs[-1].rows("val_loss")] == [3]
+    assert not list(tmp_path.glob("run/**/weights"))
+    train_until("run", never)
+    for run, name in zip(runs, names, strict=True):
+        whole = Trained(tmp_path / "whole" / name, "")
+        assert (run.path / "weights").exists()
+        assert run.ends_as(whole)
+        assert run.repeatable() == whole.repeatable()
+        assert run.samples() == whole.samples()
+        for step in (3, 6):
+            assert read_state(run.checkpoint(step)) == read_state(whole.checkpoint(step))
 
 
 def test_when_a_rank_dies_the_others_stop_and_the_launcher_names_it(packed, tmp_path):
