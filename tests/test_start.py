@@ -206,6 +206,8 @@ def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, caps
     settings = (tmp_path / "a" / "settings.json").read_text(encoding="utf-8")
     assert '"train_pretrain_accelerate.py",\n    "--dim",' in settings
     assert sys.argv[0] not in settings
+    threads = json.loads((tmp_path / "b" / "settings.json").read_text())["arguments"]["threads"]
+    assert threads >= 1  # the number in use, although it was not typed
 
 
 def test_compiled_code_of_one_call_is_dropped_before_the_next():
