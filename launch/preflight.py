@@ -23,7 +23,7 @@ from engine.engine import OTHER_ENGINES, check_precision, deepspeed_plugin, set_
 from engine.hardware import cpu_emulates_bf16, require_usable_gpu
 from engine.launcher_settings import with_launcher_settings
 from launch.shell_variables import ShellVariables
-from launch.time_budget import MINUTES, MOST_PREPARING, TimeBudget, fitting_shapes
+from launch.time_budget import MOST_PREPARING, TimeBudget, fitting_shapes
 from model import ConfigError
 from training.arguments import TrainingArguments, as_arguments, as_words, build_parser
 from training.inputs import Inputs, find_inputs
@@ -87,7 +87,7 @@ def check_launch(
     return find_inputs(args, model_settings, None, processes), config
 
 
-def announce_preparation(request: ShellVariables, minutes: float) -> None:
+def announce_preparation(request: ShellVariables) -> None:
     """Say it before a preparation that will take a large part of the time."""
     if request.stage == "distill" or request.names_data:
         return
@@ -96,11 +96,9 @@ def announce_preparation(request: ShellVariables, minutes: float) -> None:
         source, suffixes, speed = request.get("CHAT", BUILTIN), CHAT_SUFFIXES, CHAT_PER_CORE
     n_bytes = 0 if source == BUILTIN else text_size(find_files(source, suffixes))
     takes = n_bytes / speed / available_cores() / 60
-    if takes > MOST_PREPARING * minutes:
-        print(
-            f"preparing {size(n_bytes)} will take about {takes:.0f} min, if it is not prepared "
-            f"yet: the {minutes:g} min begin at its end"
-        )
+    if takes > MOST_PREPARING * request.minutes:
+        text = f"preparing {size(n_bytes)} will take about {takes:.0f} min, if it is not prepared"
+        print(f"{text} yet: the {request.minutes:g} min begin at its end")
 
 
 def main(words: list[str]) -> list[str]:
@@ -121,8 +119,7 @@ def main(words: list[str]) -> list[str]:
     typed = vars(parser.parse_args(words))
     decided = with_launcher_settings(typed, request.launcher_words(processes))
     words = [*as_words({k: v for k, v in decided.items() if k not in typed}), *words]
-    minutes = request.minutes or MINUTES["cuda" if torch.cuda.is_available() else "cpu"]
-    announce_preparation(request, minutes)
+    announce_preparation(request)
     words = [*request.data_flags(), *words]
     typed = vars(parser.parse_args(words))
     saved = saved_flags(typed, request.kind)

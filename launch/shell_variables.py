@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from common.errors import ReportedError, UsageError
 from data.prepare import default_out
 from training.arguments import DistillationArguments, SFTArguments, TrainingArguments
@@ -67,11 +69,11 @@ class ShellVariables:
             raise UsageError(f"{name} must be an integer, 0 or larger, not {text!r}")
         return int(text)
 
-    def _minutes(self) -> float | None:
-        text = self.get("MINUTES")
-        if text and not (text.replace(".", "", 1).isdecimal() and 0 < float(text) < float("inf")):
+    def _minutes(self) -> float:
+        text = self.get("MINUTES", "10" if torch.cuda.is_available() else "4")
+        if not (text.replace(".", "", 1).isdecimal() and 0 < float(text) < float("inf")):
             raise UsageError(f"MINUTES must be a positive number, such as 30, not {text!r}")
-        return float(text) if text else None
+        return float(text)
 
     def _config(self) -> str:
         """Return the path of Accelerate's configuration file."""

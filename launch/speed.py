@@ -52,10 +52,9 @@ class SpeedMeter:
         # The numbers of threads of a process to choose from; (): there is no choice.
         self.thread_counts = ()
         if self.device.type == "cpu" and not (has_threads or user_sets_threads()):
-            cores = max(1, available_cores() * request.machines // processes)
-            self.thread_counts = tuple(
-                dict.fromkeys((cores, max(1, cores - 1), max(1, cores // 2)))
-            )
+            cores = max(1, available_cores() // processes)
+            counts = (cores, max(1, cores - 1), max(1, cores // 2))
+            self.thread_counts = tuple(dict.fromkeys(counts))
         self.last = 0.0  # seconds of the last measurement
         self.slowness = 1.0  # measured time of the last model, divided by its assumed time
         self.sample_share = FORWARD_SHARE  # of the time of a training step

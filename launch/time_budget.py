@@ -29,7 +29,6 @@ from model import ConfigError, LMConfig
 from training.inputs import Inputs, shapes_of
 from training.rates import FROM_WEIGHTS
 
-MINUTES = {"cpu": 4, "cuda": 10}  # default of the variable MINUTES, by device
 # Starting the processes, and then writing the results, take about so many times as long as loading
 # the packages of preflight: on a slow or busy machine, everything takes longer.
 LAUNCH_SHARE = 3.0
@@ -88,8 +87,7 @@ class TimeBudget:
         self.request, self.inputs, self.typed = request, inputs, typed
         self.processes, self.loading = processes, loading
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.minutes = request.minutes or MINUTES[self.device.type]
-        self.kind = kind_of(deepspeed)
+        self.minutes, self.kind = request.minutes, kind_of(deepspeed)
         measuring = min(MEASURING_SHARE * 60 * self.minutes, MOST_MEASURING)
         self.meter = SpeedMeter(
             request, inputs, self.kind, processes, measuring, "threads" in typed

@@ -440,7 +440,7 @@ def test_a_long_preparation_is_announced(monkeypatch, tmp_path, capsys, environ,
     with open(file, "wb") as sparse:
         sparse.truncate(size)
     environ = {name: value.format(file=file) for name, value in environ.items()}
-    preflight.announce_preparation(ShellVariables(environ, []), 10)
+    preflight.announce_preparation(ShellVariables({"MINUTES": "10"} | environ, []))
     out = capsys.readouterr().out
     assert said in out
     assert bool(said) == bool(out)

@@ -42,11 +42,13 @@ def test_variables_that_cannot_work_are_refused(environ, says):
     assert says in error_of(ShellVariables, environ, [])
 
 
-def test_each_stage_selects_its_arguments_and_minutes_can_be_a_fraction():
+def test_each_stage_selects_its_arguments_and_minutes_can_be_a_fraction(monkeypatch):
     kinds = [ShellVariables({"STAGE": stage}, []).kind for stage in ("", "sft", "distill")]
     assert kinds == [TrainingArguments, SFTArguments, DistillationArguments]
     assert ShellVariables({"MINUTES": "0.5"}, []).minutes == 0.5
-    assert ShellVariables({}, []).minutes is None
+    assert ShellVariables({}, []).minutes == 4
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert ShellVariables({}, []).minutes == 10
 
 
 @pytest.mark.parametrize(
