@@ -16,7 +16,6 @@ models worse.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,46 +24,34 @@ from torch.nn import functional as F
 from model.loss import IGNORE_INDEX
 
 
-class Sample(NamedTuple):
-    """Which pieces of the vocabulary the loss of some tokens compares."""
-
-    order: Tensor  # (vocab_size,) int64: all pieces, with the shared ones first
-    n_shared: int  # number of pieces that all tokens are compared with
-    n_parts: int  # number of parts of the tokens, and of shares of the other pieces
-    targets: Tensor  # int64, shaped as the targets: their places in `order`, or IGNORE_INDEX
-
-
-def sample_pieces(targets: Tensor, vocab_size: int, n_parts: int) -> Sample:
-    """Return the Sample of these targets, int64 of any shape. All targets are shared, and a few
-    other pieces, so that the shares have equal sizes. On a GPU this waits for the GPU."""
-    counted = targets != IGNORE_INDEX
-    is_target = torch.zeros(vocab_size, dtype=torch.bool, device=targets.device)
-    is_target[targets[counted]] = True
-    order = is_target.argsort(descending=True, stable=True)
-    n_others = vocab_size - int(is_target.sum())
-    n_shared = vocab_size - n_others // n_parts * n_parts
-    places = order.argsort()[targets.clamp_min(0)]
-    return Sample(order, n_shared, n_parts, places.where(counted, IGNORE_INDEX))
-
-
 class OutputLayer(nn.Linear):
     """The layer that computes the logits of x, (..., dim)."""
 
-    def forward(self, x: Tensor, sample: Sample | None = None) -> Tensor:
-        """Return the logits, (..., vocab_size). With a sample, return for each token the logits of
-        the shared pieces, and of its part's share with log(n_parts) added, because each of these
-        pieces counts n_parts times: (..., n_shared + (vocab_size - n_shared) / n_parts)."""
-        if sample is None:
+    def forward(self, x: Tensor, targets: Tensor | None = None, n_parts: int = 1):
+        """Return the logits, (..., vocab_size). With the targets of x, int64, return the logits
+        that a sampled loss compares, (..., fewer), and the places of the targets among them.
+        This waits for a GPU. ZeRO-3 gathers the weight only for this method."""
+        if targets is None:
             return super().forward(x)
-        _, n_shared, n_parts, _ = sample
-        flat, dim = x.flatten(0, -2), x.shape[-1]  # (tokens, dim)
-        weight = self.weight.index_select(0, sample.order)
-        shared = F.linear(flat, weight[:n_shared])
+        counted = targets != IGNORE_INDEX
+        is_target = torch.zeros(len(self.weight), dtype=torch.bool, device=x.device)
+        is_target[targets[counted]] = True
+        n_targets, total = torch.stack([is_target.sum(), targets[counted].sum()]).tolist()
+        # All tokens share the targets, and a few other pieces, so that the shares have equal sizes.
+        n_shared = len(self.weight) - (len(self.weight) - n_targets) // n_parts * n_parts
+        pieces = is_target.argsort(descending=True, stable=True)
+        places = pieces.argsort()[targets.clamp_min(0)].where(counted, IGNORE_INDEX)
         # Share j has the pieces j, j + n_parts, ... of the others: ids often follow frequency, so
-        # each share has frequent and rare pieces. Token i belongs to part i modulo n_parts.
+        # each share has frequent and rare pieces. Part i of the tokens, which are i, i + n_parts,
+        # ..., meets share i + the sum of the targets: another one in another micro-batch.
+        others = pieces[n_shared:].view(-1, n_parts).roll(-(total % n_parts), dims=1)
+        weight = self.weight.index_select(0, torch.cat([pieces[:n_shared], others.flatten()]))
+        flat, dim = x.flatten(0, -2), x.shape[-1]  # (tokens, dim)
         shares = weight[n_shared:].view(-1, n_parts, dim).transpose(0, 1)  # (n_parts, share, dim)
         padded = F.pad(flat, (0, 0, 0, -len(flat) % n_parts))
         by_part = padded.view(-1, n_parts, dim).transpose(0, 1)  # (n_parts, tokens / n_parts, dim)
-        others = (by_part @ shares.mT).transpose(0, 1).flatten(0, 1)[: len(flat)]
-        logits = torch.cat([shared, others + math.log(n_parts)], dim=1)
-        return logits.view(*x.shape[:-1], -1)
+        of_shares = (by_part @ shares.mT).transpose(0, 1).flatten(0, 1)[: len(flat)]
+        shared = F.linear(flat, weight[:n_shared])
+        # Each piece of a share stands for n_parts pieces.
+        logits = torch.cat([shared, of_shares + math.log(n_parts)], dim=1)
+        return logits.view(*x.shape[:-1], -1), places

@@ -17,7 +17,7 @@ from model.config import LMConfig
 from model.experts import Experts
 from model.loss import IGNORE_INDEX, TokenLoss, tokens_at_once
 from model.norm import RMSNorm
-from model.output import OutputLayer, sample_pieces
+from model.output import OutputLayer
 from model.recompute import recomputed
 from model.rotary import precompute_pos_cis
 
@@ -172,10 +172,7 @@ class Transformer(nn.Module):
 
         def logits_of(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             """Return the logits of x, and the places of the targets among them."""
-            if parts == 1:
-                return self.output(x), targets
-            sample = sample_pieces(targets, vocab_size, parts)
-            return self.output(x, sample), sample.targets
+            return (self.output(x), targets) if parts == 1 else self.output(x, targets, parts)
 
         if size == n_tokens and reduction == "mean":
             return TransformerOutput(None, self.token_loss(*logits_of(x, targets), reduction))

@@ -43,14 +43,15 @@ def loss_of_sampled_pieces(
     logits: torch.Tensor, targets: torch.Tensor, n_parts: int
 ) -> torch.Tensor:
     """Return the mean loss of logits (tokens, pieces). A token is compared with all targets, and
-    with every n-th of the other pieces, which counts n times. A few others are shared, so that the
-    rest can be divided by n."""
+    with every n-th of the other pieces, which counts n times; the sum of the targets decides where
+    these begin. A few others are shared, so that the rest can be divided by n."""
     shared = sorted(set(targets[targets != IGNORE_INDEX].tolist()))
     others = [piece for piece in range(logits.shape[1]) if piece not in shared]
     more = len(others) % n_parts
+    total = int(targets[targets != IGNORE_INDEX].sum())
     losses = []
     for i, (row, target) in enumerate(zip(logits, targets.tolist(), strict=True)):
-        mine = others[more + i % n_parts :: n_parts]
+        mine = others[more + (i + total) % n_parts :: n_parts]
         terms = torch.cat([row[shared + others[:more]], row[mine] + math.log(n_parts)])
         if target != IGNORE_INDEX:
             losses.append(terms.logsumexp(0) - row[target])

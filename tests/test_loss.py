@@ -5,7 +5,7 @@ import torch
 from small_model import loss_of_sampled_pieces, opinionated
 
 from model import IGNORE_INDEX, Transformer, loss
-from model.output import OutputLayer, sample_pieces
+from model.output import OutputLayer
 
 VOCAB, SEQ_LEN, BATCH = 60, 21, 3
 PARTS = 4  # of 63 tokens and 60 pieces
@@ -150,7 +150,7 @@ def test_a_sampled_loss_needs_no_chunks_while_rows_of_its_logits_are_short(in_ch
     in_chunks(5)
     monkeypatch.setattr(loss, "LARGE_VOCABULARY", 30)
     model, rows = opinionated(VOCAB, SEQ_LEN), []
-    model.output.register_forward_hook(lambda layer, x, logits: rows.append(len(logits)))
+    model.output.register_forward_hook(lambda layer, x, out: rows.append(len(out[0])))
     model.train().sampled_softmax = PARTS
     model(some_tokens()[:1, :15], some_targets()[1:2, :15])
     assert rows == [1]  # the whole micro-batch: at most 15 targets and 45 / 4 other pieces
@@ -159,16 +159,21 @@ def test_a_sampled_loss_needs_no_chunks_while_rows_of_its_logits_are_short(in_ch
 def test_each_part_of_the_tokens_has_another_share_of_the_other_pieces():
     """On average over the parts, the denominator of the softmax is that of the vocabulary."""
     targets = some_targets().clamp(max=19)
-    sample = sample_pieces(targets, VOCAB, PARTS)
     layer = OutputLayer(8, VOCAB, bias=False).double()
     x = torch.randn(1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    sums = layer(x.expand(63, 8), sample).exp().sum(1)
+    logits, places = layer(x.expand(63, 8), targets.flatten(), PARTS)
+    sums = logits.exp().sum(1)
     assert sums[:PARTS].std() > 0.01
     torch.testing.assert_close(sums[:PARTS].mean(), layer(x)[0].exp().sum())
     assert torch.equal(sums[PARTS:], sums[:-PARTS])
-    counted = targets != IGNORE_INDEX
-    assert torch.equal(sample.order[sample.targets[counted]], targets[counted])
-    assert (sample.targets[~counted] == IGNORE_INDEX).all()
+    counted = targets.flatten() != IGNORE_INDEX
+    of_targets = layer(x)[0, targets.flatten()[counted]]
+    torch.testing.assert_close(logits[counted].gather(1, places[counted, None])[:, 0], of_targets)
+    assert (places[~counted] == IGNORE_INDEX).all()
+    # With the same pieces as targets and another sum, each part has another share.
+    targets.view(-1)[int((targets.flatten() == 19).nonzero()[0])] = 16
+    others = layer(x.expand(63, 8), targets.flatten(), PARTS)[0].exp().sum(1)
+    torch.testing.assert_close(others[:PARTS], sums[:PARTS].roll(3))  # 19 - 16
 
 
 def test_without_other_pieces_the_sampled_loss_is_that_of_the_vocabulary():
