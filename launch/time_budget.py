@@ -34,7 +34,7 @@ from training.rates import FROM_WEIGHTS
 LAUNCH_SHARE = 3.0
 # Preparation that takes more than this share of MINUTES does not count: time begins at its end.
 MOST_PREPARING = 0.5
-MEASURING_SHARE, MOST_MEASURING = 0.2, 120  # share of the time for measuring; at most so many s
+MEASURING_SHARE, MOST_MEASURING = 0.2, 60  # share of the time for measuring; at most so many s
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
 MOST_PASSES = 10  # over a text, assumed
 MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/encoding.py)
