@@ -64,8 +64,8 @@ def fast_attention(
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None
 ) -> Tensor:
-    """Compute the result of `plain_attention` with PyTorch's fused kernels. Of these only the
-    memory-efficient one takes a mask."""
+    """Compute the result of `plain_attention` with PyTorch's fused kernels. Flash attention takes
+    no mask; the kernels that do take no grouped heads."""
     if mask is not None or not takes_grouped_heads(q.dtype):
         group = q.shape[2] // k.shape[2]
         k, v = repeat_kv(k, group), repeat_kv(v, group)

@@ -25,6 +25,7 @@ def start_block(run: Run) -> str:
     """Return the summary of a run: one fact per line, with aligned names."""
     args, engine, inputs, rate = run.args, run.engine, run.inputs, run.learning_rate
     device, data, batch = run.accelerator.device, inputs.train_set, run.samples_per_step
+    attention = attention_kernel(inputs.config, getattr(torch, args.dtype), device)
     lora, checkpoint = inputs.shapes.lora, inputs.start.checkpoint
     origin = f"{inputs.source.path}, with a new optimizer" if inputs.source else "scratch"
     rows = scored = "sequences"
@@ -34,6 +35,8 @@ def start_block(run: Run) -> str:
         read += f"an epoch is {n:,} sequences of {data.seq_len}"
     if data.kind == CONVERSATIONS:
         rows, scored, read = "rows", CONVERSATIONS, data.summary
+        if device.type == "cuda" and inputs.config.use_flash_attn:
+            attention = "PyTorch's fused kernel that takes a mask"
     if args.token_noise:
         share = f"{args.token_noise:g} of the input tokens replaced"
         read += f"; {share}, except in the first segmentation"
@@ -77,7 +80,7 @@ def start_block(run: Run) -> str:
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
         "precision": precision,
-        "attention": attention_kernel(inputs.config, getattr(torch, args.dtype), device),
+        "attention": attention,
         "compiled": f"no ({run.why_not_compiled})"
         if run.why_not_compiled
         else "yes (block by block, during the first step)",

@@ -77,12 +77,13 @@ def by_hand(
     batches = MicroBatchSampler(len(data), BATCH, **place)
     rows = []
     for _, samples in zip(range(STEPS), batches, strict=False):
-        tokens, targets = torch.utils.data.default_collate([data[i] for i in samples])
+        tokens, targets, *starts = torch.utils.data.default_collate([data[i] for i in samples])
         counts = targets != IGNORE_INDEX
-        out = student(tokens)
+        starts = starts[0] if starts else None
+        out = student(tokens, starts=starts)
         ours, wanted = out.logits[counts], targets[counts]  # (targets, vocab_size)
         with torch.no_grad():
-            theirs = teacher(tokens).logits[counts]
+            theirs = teacher(tokens, starts=starts).logits[counts]
         found = distillation_loss(ours[None], theirs[None], wanted[None], how)
         balance = 0.0
         if use_moe:

@@ -18,7 +18,7 @@ from inference.decoder import Decoder
 from inference.generation import Batch, Continuation
 from inference.sampling import Sampling
 from model import LMConfig, Transformer, apply_rotary_emb
-from model.attention import fast_attention, plain_attention
+from model.attention import fast_attention, mask_of, plain_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,6 +82,21 @@ def test_fused_kernels_give_outputs_and_gradients_of_fp32(kernel, head_dim, n_he
         ours = [out, *torch.autograd.grad(out, rounded, gradient.bfloat16())]
     for mine, theirs in zip(ours, reference, strict=True):
         assert mine.dtype == torch.bfloat16
+        assert (mine.float() - theirs).norm() < 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_masked_attention_gives_outputs_and_gradients_of_fp32(dtype):
+    """Conversations in a row do not see each other."""
+    *qkv, gradient = heads(8, 2, 64)
+    batch, seq_len = qkv[0].shape[:2]
+    starts = torch.arange(seq_len, device="cuda").expand(batch, -1) // 50 * 50
+    results = []
+    for attend, kind in ((plain_attention, torch.float32), (fast_attention, dtype)):
+        rounded = [x.detach().to(kind).requires_grad_() for x in qkv]
+        out = attend(*rounded, 0.0, mask_of(starts, kind))
+        results.append([out, *torch.autograd.grad(out, rounded, gradient.to(kind))])
+    for theirs, mine in zip(*results, strict=True):
         assert (mine.float() - theirs).norm() < 0.02 * theirs.norm()
 
 
@@ -173,7 +188,7 @@ def test_compiled_blocks_give_the_loss_and_gradients_of_plain_uncompiled_blocks(
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_compiled_blocks_run_cudnn_attention_only_if_it_is_switched_on(enabled):
-    """Runs on conversations switch cuDNN's attention off before compilation: training/build.py."""
+    """Validation, evaluation and generation switch it off."""
     torch.compiler.reset()
     torch.backends.cuda.enable_cudnn_sdp(enabled)
     shape = {"dim": 128, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 50}

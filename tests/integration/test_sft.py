@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import ChainMap
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,13 +11,19 @@ import pytest
 import torch
 from conftest import Trained, launch_command, pack, train
 
+from data.dataset import ConversationRows
+from data.order import MicroBatchSampler
+from model import Transformer
 from model.lora import LoRA, is_adapter, merged_weights
 from storage.weights import load_trained
+from training.arguments import SFTArguments
 
 pytestmark = pytest.mark.slow
 
 PRETRAIN, SFT = "train_pretrain_accelerate.py", "train_sft_accelerate.py"
-FLAGS = "--dtype float32 --lr_schedule constant --warmup_steps 0 --learning_rate 1e-2"
+CONTEXT = 96  # a row has room for several conversations
+FLAGS = "--dtype float32 --lr_schedule constant --warmup_steps 0 --learning_rate 1e-2 "
+FLAGS += f"--max_seq_len {CONTEXT}"
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +72,7 @@ def test_answers_get_likelier_and_the_log_has_the_loss_before_training(sft, base
     assert f"step 0/{after['step']}  validation loss {before['val_loss']:.4f}" in tuned.out
     assert f"scripts.chat {tuned.path}" in tuned.out
     assert "conversations within " in tuned.out
+    assert "packed into " in tuned.out
     first = tuned.samples()[0]
     assert first["step"] == 0
     assert first["prompt"].startswith("user\n")
@@ -117,6 +125,22 @@ def test_tokens_of_answers_weigh_the_same_on_every_engine(sft, reference, tmp_pa
     ours, theirs = (run.rows("val_loss")[-1] for run in (tuned, expected))
     assert ours["val_samples"] == theirs["val_samples"]
     assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=10 * tolerance)
+
+
+def test_the_first_loss_is_that_of_conversations_each_read_alone(reference, base, data):
+    base_model = load_trained(str(base.path)).model
+    model, losses = Transformer(replace(base_model.config, max_seq_len=CONTEXT)), []
+    model.load_state_dict(base_model.state_dict())
+    rows = ConversationRows(data, "train", CONTEXT)
+    for i in next(iter(MicroBatchSampler(len(rows), 8, seed=SFTArguments.seed))):
+        tokens, targets, starts = rows[i]
+        lengths = starts.unique(return_counts=True)[1].tolist()
+        for some in zip(tokens.split(lengths), targets.split(lengths), strict=True):
+            losses.append(model(*(x[None] for x in some), "none").loss.flatten())
+    losses = torch.cat(losses)
+    assert len(losses) == 8 * CONTEXT
+    mean = losses.sum().item() / int((losses != 0).sum())
+    assert reference("").column("loss")[0] == pytest.approx(mean, rel=1e-6)
 
 
 LORA = f" {ADAPTERS} --dropout 0.1"
