@@ -12,9 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from common.errors import UsageError
-from common.numbers import counted
-from data.packing import pack
-from data.shards import ANSWER_DTYPE, CONVERSATIONS, TEXT, read_description
+from data.shards import TEXT, read_description
 from data.tokenizer import tokenizer_in
 from model import IGNORE_INDEX
 
@@ -144,100 +142,6 @@ class WithNoise(Dataset):
         others = self.text.read(random.integers(self.text.n_tokens - len(tokens)), len(tokens))
         replaced = torch.from_numpy(random.random(len(tokens)) < self.share)
         return torch.where(replaced, others, tokens), targets
-
-
-class ConversationSet(TokenStream):
-    """Conversations, each from its start to the end of its last answer.
-    A conversation with more than seq_len targets is cut after the last answer that fits, or left
-    out if no answer fits. Raises NothingFitsError if no conversation is left."""
-
-    kind = CONVERSATIONS
-    every_target_counts = False
-
-    def __init__(self, folder: str | Path, split: str, seq_len: int):
-        super().__init__(folder, split, seq_len)
-        self._answers = np.empty((0, 3), ANSWER_DTYPE)  # columns: see `shards.ANSWER_DTYPE`
-        if "answers" in self._part:  # an empty split has no such file
-            file = self.folder / self._part["answers"]["file"]
-            self._answers = np.memmap(file, ANSWER_DTYPE, mode="r").reshape(-1, 3)
-        begin, answer, end = self._answers.T
-        valid = (begin >= 0) & (begin < answer) & (answer < end) & (end <= self.n_tokens)
-        if not valid.all():
-            raise UsageError(f"{folder}: damaged answers in {split}; prepare the data again")
-        # Conversation i has the answers _first[i] : _end[i], which fit into seq_len targets.
-        fitting = np.flatnonzero(end - begin <= seq_len + 1)
-        begins, firsts, n_answers = np.unique(begin[fitting], return_index=True, return_counts=True)
-        self._first = fitting[firsts]
-        self._end = self._first + n_answers
-        if not len(begins):
-            reason = f"no answer of the {split} split ends within {seq_len} tokens"
-            raise NothingFitsError(f"{folder}: {reason}: use a longer --max_seq_len")
-        self.lengths = end[self._end - 1] - begins - 1
-        # A conversation is cut if the next answer belongs to it too.
-        self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
-        self.n_left_out = self._part["documents"] - len(begins)
-
-    @property
-    def summary(self) -> str:
-        """A sentence for the log: how many conversations are used, cut and left out."""
-        used = f"{counted(len(self.lengths), CONVERSATIONS)} within {self.seq_len:,} tokens"
-        return f"{used}, {self.n_cut:,} of them cut after an answer; {self.n_left_out:,} left out"
-
-    def __len__(self) -> int:
-        return len(self._first)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64 (lengths[i],).
-        Targets outside of answers are IGNORE_INDEX. Raises UsageError if the data are damaged."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"conversation {i} of {len(self)}")
-        return self.conversation(i)
-
-    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens and targets of a conversation, as `__getitem__` does."""
-        answers = self._answers[self._first[i] : self._end[i]]
-        begin = answers[0, 0]
-        row = self.read(begin, int(self.lengths[i]) + 1)
-        targets = torch.full_like(row, IGNORE_INDEX)
-        for start, end in (answers[:, 1:] - begin).tolist():
-            targets[start:end] = row[start:end]
-        return row[:-1], targets[1:]
-
-
-class ConversationRows(ConversationSet):
-    """The same conversations, packed into rows of seq_len targets for training (see `pack`).
-    A row holds its conversations one after the other, each of which sees only itself. What is left
-    at the end of a row is filled with targets that do not count."""
-
-    def __init__(self, folder: str | Path, split: str, seq_len: int):
-        super().__init__(folder, split, seq_len)
-        self._packed, self._bounds = pack(self.lengths, seq_len)
-
-    @property
-    def summary(self) -> str:
-        """A sentence for the log: the conversations, and the rows that hold them."""
-        full = self.tokens_per_sample / self.seq_len
-        return f"{super().summary}; packed into {counted(len(self), 'rows')}, {full:.1%} full"
-
-    def __len__(self) -> int:
-        return len(self._bounds) - 1
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (tokens, targets, starts), each int64 (seq_len,). Targets outside of answers are
-        IGNORE_INDEX. `starts` has the first position of each position's conversation. Raises
-        UsageError if the data are damaged."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
-        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
-        targets, starts = torch.full_like(tokens, IGNORE_INDEX), torch.zeros_like(tokens)
-        at, (first, end) = 0, self._bounds[i : i + 2]
-        for number in self._packed[first:end]:
-            place = slice(at, at + int(self.lengths[number]))
-            tokens[place], targets[place] = self.conversation(number)
-            starts[at:] = at
-            at = place.stop
-        starts[at:] = at
-        return tokens, targets, starts
 
 
 def pad(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.numbers import counted, progress_bar
+from data.conversation_set import ConversationSet
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
 from data.corpus import TEXT_COLUMN, find_files, load_json, parquet_rows, read_records, suffix_of
-from data.dataset import ConversationSet, PackedDataset
+from data.dataset import PackedDataset
 from data.order import spread
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash

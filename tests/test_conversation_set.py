@@ -10,7 +10,8 @@ from conftest import error_of
 from test_dataset import make_folder
 
 from common.errors import UsageError
-from data.dataset import ConversationRows, ConversationSet, NothingFitsError, PackedDataset
+from data.conversation_set import ConversationRows, ConversationSet
+from data.dataset import NothingFitsError, PackedDataset
 from data.shards import ShardWriter, token_dtype
 from model import IGNORE_INDEX
 

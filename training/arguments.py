@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from common.errors import UsageError
 from common.parser import OneLineParser, is_text
-from data.dataset import ConversationSet, PackedDataset, TokenStream
+from data.conversation_set import ConversationSet
+from data.dataset import PackedDataset, TokenStream
 from data.shards import read_description
 from model import Transformer
 from model.config import LMConfig, setting

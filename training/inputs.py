@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from common.errors import ReportedError, UsageError
-from data.dataset import ConversationRows, ConversationSet, NothingFitsError, TokenStream
+from data.conversation_set import ConversationRows, ConversationSet
+from data.dataset import NothingFitsError, TokenStream
 from data.prepare import conversations_out
 from data.shards import CONVERSATIONS
 from engine.agreement import (

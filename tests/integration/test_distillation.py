@@ -12,7 +12,8 @@ import torch
 from conftest import REPOSITORY, Trained, launch_command, pack, train
 from small_model import opinionated, save_model
 
-from data.dataset import ConversationRows, PackedDataset
+from data.conversation_set import ConversationRows
+from data.dataset import PackedDataset
 from data.order import MicroBatchSampler
 from formats.portable import load_portable
 from model import IGNORE_INDEX, LMConfig, Transformer

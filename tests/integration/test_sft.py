@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Trained, launch_command, pack, train
 
-from data.dataset import ConversationRows
+from data.conversation_set import ConversationRows
 from data.order import MicroBatchSampler
 from model import Transformer
 from model.lora import LoRA, is_adapter, merged_weights
