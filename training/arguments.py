@@ -230,10 +230,9 @@ class SFTArguments(TrainingArguments):
 
     def adapt(self, model: Transformer) -> None:
         """Add adapters if --lora_dim is given. Raises ConfigError if they do not fit the model."""
-        if self.lora_dim is None:
-            return
-        only = self.only_optimize_lora
-        add_lora(model, LoRA(self.lora_dim, self.lora_alpha, self.lora_module_name, only))
+        if self.lora_dim is not None:
+            only = self.only_optimize_lora
+            add_lora(model, LoRA(self.lora_dim, self.lora_alpha, self.lora_module_name, only))
 
 
 @dataclass
