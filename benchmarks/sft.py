@@ -19,11 +19,11 @@ import torch
 
 from benchmarks.cli import heading, new_parser
 from common.errors import UsageError, one_line_errors, stop_in_order
-from data.dataset import ConversationRows, ConversationSet
+from data.conversation_set import ConversationRows, ConversationSet
 from model import IGNORE_INDEX
 from storage.weights import load_trained
 from training.arguments import SFTArguments
-from training.measurement import measure_steps
+from training.measurement import measure
 
 PROGRAM = "benchmarks.sft"
 CONVERSATIONS = 16  # in a step of TRL; a step of this repository has about as many tokens
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         flags |= {"compile": "on", "local_rank": None}
         for number in range(1, args.rounds + 1):
             ours = n_rows * rows.tokens_per_sample
-            ours /= measure_steps(SFTArguments, flags, None).typical
+            ours /= measure(SFTArguments, flags, (), seconds=100).step
             theirs = tokens / seconds_of_trl(args, exported, seq_len, f"{folder}/{number}")
             ratios.append(ours / theirs)
             print(f"round {number}: {ours:,.0f} tokens/s, TRL {theirs:,.0f}", flush=True)
