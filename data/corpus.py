@@ -4,7 +4,8 @@
   (MiniMind's format) or under the key that --text_column names.
 - `.csv`, `.parquet`: each row is a document, in the column "text" or --text_column.
 - `.txt`: the file is one document. A long file is cut at line ends into several documents.
-- a folder: all files of these kinds below it, in sorted order. Hidden files are left out.
+- a folder: all files of these kinds below it, in sorted order. Links are followed. Hidden files
+  are left out.
 - "builtin": the source of Python's standard library, about 12 MB without its tests.
 
 Memory holds one line, section or batch of rows at a time. `.zst` and `.parquet` need pyarrow.
@@ -79,19 +80,27 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     if not path.exists():
         raise UsageError(f"{source}: no such file or folder")
     paths = [str(path)] if path.is_file() else all_files(path, hidden=False)
-    files = [each for each in paths if suffix_of(each) in suffixes]
+    known = [each for each in paths if suffix_of(each) in suffixes and os.path.isfile(each)]
+    # A file with several names, of which some are links, is read under its first name.
+    files = sorted({os.path.realpath(each): each for each in reversed(known)}.values())
     if not files:
         kinds = ", ".join(suffixes)
         raise UsageError(f"{source}: found no file that ends in one of {kinds}")
     return files
 
 
-def all_files(folder: Path, *, hidden: bool) -> list[str]:
-    """Return the files in a folder and its subfolders, sorted. Without `hidden`, leave out names
-    that begin with a dot: caches and second copies, such as .ipynb_checkpoints."""
-    names = (path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file())
-    kept = (name for name in names if hidden or not any(p.startswith(".") for p in name.parts))
-    return sorted(str(folder / name) for name in kept)
+def all_files(folder: str | Path, *, hidden: bool) -> list[str]:
+    """Return the files in a folder and its subfolders, sorted. Links are followed, but no folder is
+    opened twice. Broken links and folders that cannot be opened are in the list. Without `hidden`,
+    leave out names that begin with a dot: caches and second copies, such as .ipynb_checkpoints."""
+    found, visited = [], set()
+    walk = os.walk(folder, followlinks=True, onerror=lambda error: found.append(error.filename))
+    for base, subfolders, names in walk:
+        is_new = os.path.realpath(base) not in visited
+        visited.add(os.path.realpath(base))
+        subfolders[:] = sorted(n for n in subfolders if is_new and (hidden or n[0] != "."))
+        found += [str(Path(base, n)) for n in names if is_new and (hidden or n[0] != ".")]
+    return sorted(found)
 
 
 def read_records(

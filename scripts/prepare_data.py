@@ -7,6 +7,7 @@ data/conversations.py describes the formats of conversations.
 """
 
 import argparse
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,9 @@ def report(
     speed = f"{size(n_bytes / seconds)}/s with --workers {options.workers}"
     lines = [f"{size(n_bytes)} of {kind} in {seconds:.1f} s ({speed})"]
     if Path(source).is_dir():
-        ignored = sorted({*all_files(Path(source), hidden=True)} - {*files})
+        read = {os.path.realpath(path) for path in files}  # a file may have several names
+        others = all_files(source, hidden=True)
+        ignored = [path for path in others if os.path.realpath(path) not in read]
         first = f", the first: {ignored[0]}" if ignored else ""
         lines.append(f"  read {counted(len(files), 'files')}, ignored {len(ignored):,}{first}")
     for name, split in splits.items():

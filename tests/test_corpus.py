@@ -14,7 +14,7 @@ from conftest import error_of
 
 from common.errors import UsageError
 from data import corpus
-from data.corpus import SECTION_BYTES, Record, find_files, parse, read_records
+from data.corpus import SECTION_BYTES, Record, all_files, find_files, parse, read_records
 
 BOM = "\ufeff"
 DOCUMENTS = ["one", '第二\n句, with "quotes"', "", "😀\r\nthree", "last"]
@@ -97,6 +97,28 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     write(tmp_path / "b" / "readme.md", b"not text of the corpus")
     (tmp_path / "folder.txt").mkdir()
     assert texts(tmp_path) == ["first", "second", "third", "fourth"]
+
+
+def test_links_are_followed_and_each_file_of_a_folder_is_read_once(tmp_path):
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    write(folder / "a.txt", b"first")
+    write(folder / ".cache" / "b.txt", b"fourth")
+    write(elsewhere / "deep" / "x.txt", b"second")
+    write(folder / "blobs" / "1f", jsonl("third"))  # as in the cache of the Hugging Face Hub
+    for name, target in {
+        "again.txt": "a.txt",
+        "b": elsewhere,
+        "broken.txt": "nowhere.txt",
+        "c.jsonl": "blobs/1f",
+        "d.txt": ".cache/b.txt",
+        "loop": ".",
+        "self.txt": "self.txt",
+    }.items():
+        (folder / name).symlink_to(target)
+    (elsewhere / "deep" / "up").symlink_to(folder)
+    assert texts(folder) == ["first", "second", "third", "fourth"]
+    broken = {f"{folder}/broken.txt", f"{folder}/self.txt"}
+    assert broken < {*all_files(folder, hidden=True)}
 
 
 def test_suffixes_have_any_case_and_hidden_files_are_left_out(tmp_path, monkeypatch):

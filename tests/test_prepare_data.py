@@ -102,6 +102,8 @@ def test_the_files_of_a_folder_and_few_bytes_per_token_are_reported(workplace, c
     shutil.move("sums.jsonl", folder / "SUMS.JSONL")
     for ignored in (".cache/copy.txt", "notes.md"):
         (folder / ignored).write_text("not read")
+    (folder / "again.jsonl").symlink_to("SUMS.JSONL")  # the same text is not ignored
+    (folder / "loop").symlink_to(".")
     main(["--data", "texts", "--workers", "1"])
     printed = capsys.readouterr().out
     assert "  read 1 file, ignored 2, the first: texts/.cache/copy.txt\n" in printed
