@@ -5,7 +5,7 @@
 - `.csv`, `.parquet`: each row is a document, in the column "text" or --text_column.
 - `.txt`: the file is one document. A long file is cut at line ends into several documents.
 - a folder: all files of these kinds below it, in sorted order. Links are followed. Hidden files
-  are left out.
+  are left out. Files that are named train, validation and test are splits, see `by_split`.
 - "builtin": the source of Python's standard library, about 12 MB without its tests.
 
 Memory holds one line, section or batch of rows at a time. `.zst` and `.parquet` need pyarrow.
@@ -16,6 +16,7 @@ import gzip
 import io
 import json
 import os
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
@@ -37,6 +38,16 @@ BATCH_ROWS = 64  # rows of Parquet in memory at once
 LONGEST_FIELD = 1 << 26  # characters
 # Folders that are not part of the built-in text: tests, installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# The words for splits in names of files and folders, as in Hugging Face's `datasets`.
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "val": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
+# A word alone, at the start or at the end: "train", "train_en", "ptb.train".
+SPLIT_NAME = re.compile(rf"(?:(.+)[-_. ])?({'|'.join(SPLIT_OF)})|({'|'.join(SPLIT_OF)})[-_. ](.+)")
+SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?(-[0-9a-f]{16})?$")  # train-00000-of-00002
 
 
 class Record(NamedTuple):
@@ -68,14 +79,21 @@ def text_size(files: Iterable[str]) -> int:
 
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
-    """Return the paths of a corpus, which is a file, a folder or "builtin".
-    Raises UsageError if `source` does not exist or has no file with one of the suffixes."""
+    """Return the paths of a corpus, which is a file, a folder or "builtin". The files of a folder
+    that are for testing are left out, see `by_split`. Raises UsageError if `source` does not exist
+    or has no file with one of the suffixes."""
+    splits = find_splits(source, suffixes)
+    return splits["train"] + splits["val"]
+
+
+def find_splits(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, list[str]]:
+    """Return the files of each split of a corpus, see `by_split` and `find_files`."""
     if source == BUILTIN:
         files = []
         for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
             subfolders[:] = sorted(set(subfolders) - NOT_CORPUS)
             files += [f"{folder}/{name}" for name in sorted(names) if name.endswith(".py")]
-        return files
+        return by_split(files)
     path = Path(source)
     if not path.exists():
         raise UsageError(f"{source}: no such file or folder")
@@ -86,7 +104,31 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     if not files:
         kinds = ", ".join(suffixes)
         raise UsageError(f"{source}: found no file that ends in one of {kinds}")
-    return files
+    return by_split(files)
+
+
+def by_split(files: list[str]) -> dict[str, list[str]]:
+    """Divide the files of a folder into "train", "val" and "test" by the SPLIT_WORDS in the names
+    of files or subfolders. A file is for validation or testing only if a file for training has the
+    same name apart from the word, the suffix and the number of the shard. All others train."""
+    base = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
+    named = {path: _split_of(Path(os.path.relpath(path, base))) for path in files}
+    partners = {name for split, name in named.values() if split == "train"}
+    splits = {split: [] for split in SPLIT_WORDS}
+    for path, (split, name) in named.items():
+        splits[split if name in partners else "train"].append(path)
+    return splits
+
+
+def _split_of(path: Path) -> tuple[str, str | None]:
+    """Return the split that the file's name or the innermost folder names, and the name without
+    this word; ("train", None) if there is no such word."""
+    parts = [path.name[: len(path.name) - len(suffix_of(path.name))], *path.parts[-2::-1]]
+    for part in parts:
+        if found := SPLIT_NAME.fullmatch(SHARD.sub("", part.lower())):
+            before, word, first, after = found.groups(default="")
+            return SPLIT_OF[word or first], f"{before}*{after}"
+    return "train", None
 
 
 def all_files(folder: str | Path, *, hidden: bool) -> list[str]:

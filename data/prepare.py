@@ -24,6 +24,7 @@ from data.corpus import (
     SUFFIXES,
     TEXT_COLUMN,
     Record,
+    by_split,
     parse,
     read_records,
     suffix_of,
@@ -92,9 +93,11 @@ class PackingOptions:
     kind: str = TEXT  # one of `shards.KINDS`
 
     def val_fraction_of(self, files: list[str]) -> float:
-        """Return the share of documents for validation."""
+        """Return the share of the training files' documents that is for validation."""
         if self.val_fraction is not None:
             return self.val_fraction
+        if by_split(files)["val"]:
+            return 0
         if self.kind == CONVERSATIONS and suffix_of(files[0]) == ".py":
             return BUILTIN_VAL_FRACTION
         return defaults_for(files).val_fraction
@@ -103,11 +106,11 @@ class PackingOptions:
         """Return the number of copies of each training document, see `data.encoding`."""
         return self.segmentations or defaults_for(files).segmentations
 
-    def records(self, files: list[str]) -> Iterator[Record]:
+    def records(self, files: list[str], section_bytes: int) -> Iterator[Record]:
         """Yield all records of the files."""
         if self.kind == CONVERSATIONS:
             return conversation_records(files)
-        return read_records(files, self.text_column, defaults_for(files).section_bytes)
+        return read_records(files, self.text_column, section_bytes)
 
 
 def prepare(
@@ -118,6 +121,8 @@ def prepare(
     or tokenizer, OSError for problems of the disk. After an error, no incomplete folder is left."""
     # Describe files before reading them. A file that changes later then counts as changed.
     fingerprint = describe_sources(files, options)
+    splits, share = by_split(files), options.val_fraction_of(files)
+    read = partial(options.records, section_bytes=defaults_for(files).section_bytes)
     # The encoding processes start while the tokenizer is trained.
     with whole_folder(out) as folder, encoders(options.workers, text_size(files)) as encode_all:
         if options.tokenizer is not None:
@@ -126,14 +131,18 @@ def prepare(
             size = options.vocab_size
             if may_shrink := size is None:
                 size = defaults_for(files).vocab_size
-            sample, path = _sample(files, options), folder / TOKENIZER_FILE
+            sample, path = _sample(splits["train"], read, options), folder / TOKENIZER_FILE
             train_tokenizer(sample, size, path, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
         ways = options.segmentations_of(files)
         encode = partial(encode_batch, options.kind, tokenizer.path, ways)
         dtype = token_dtype(tokenizer.vocab_size)
         writer = partial(ShardWriter, folder, dtype=dtype, shard_tokens=SHARD_TOKENS)
-        batches = encode_all(options.records(files), encode)
+        batches = [
+            (share_for_val, encode_all(read(splits[name]), encode))
+            for name, share_for_val in (("train", share), ("val", 1))
+            if splits[name]
+        ]
         description = {
             "format": FORMAT,
             "kind": options.kind,
@@ -142,7 +151,7 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "tokenizer_sha256": tokenizer_hash(tokenizer.path),
-            **_write_splits(batches, writer, options.val_fraction_of(files), options, progress),
+            **_write_splits(batches, writer, options, progress),
             "prepared_from": fingerprint,
         }
         content = json.dumps(description, indent=2, ensure_ascii=False)
@@ -172,7 +181,9 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
     }
 
 
-def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
+def _sample(
+    files: list[str], read: Callable[[list[str]], Iterator[Record]], options: PackingOptions
+) -> Iterator[str]:
     """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by checksums. If no document is
     chosen, yield the first documents. Raises UsageError if every document is bad."""
     size, first_bad = TOKENIZER_SAMPLE_BYTES, None
@@ -180,7 +191,7 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
     # The sample reaches the limit of 2 * size if text_size is wrong or documents repeat.
     for threshold, limit in ((chosen, 2 * size), (2**32, size)):
         taken = 0
-        for record in options.records(files):
+        for record in read(files):
             if zlib.crc32(record.raw) >= threshold:
                 continue
             try:
@@ -200,16 +211,16 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
 
 
 def _write_splits(
-    batches: Iterable[Encoded],
+    batches: list[tuple[float, Iterable[Encoded]]],
     writer: Callable[[str], ShardWriter],
-    share: float,
     options: PackingOptions,
     progress: Callable[[int], None],
 ) -> dict:
-    """Write the shards of both splits, and return their part of the description. A document is for
-    validation if its `number`, a hash of 64 bits, is below `share` · 2^64. If this holds for all
-    documents, the first document is for training. The training split holds the first segmentation
-    of all its documents, then the other segmentations."""
+    """Write the shards of both splits, and return their part of the description. `batches` has the
+    documents of the training files, then those of the files for validation, each with a share. A
+    document is for validation if its `number`, a hash of 64 bits, is below share · 2^64. If this
+    holds for all documents, the first document is for training. The training split holds the first
+    segmentation of all its documents, then the other segmentations."""
     train, resegmented, val = map(writer, ("train", "train-resegmented", "val"))
     n_bad, first_bad = 0, None
     waiting = []  # documents for validation before the first document for training
@@ -219,7 +230,7 @@ def _write_splits(
         for tokens in document.tokens[1:] if split is train else ():
             resegmented.write(tokens, document.n_bytes)
 
-    for encoded in batches:
+    for share, encoded in ((share, encoded) for share, part in batches for encoded in part):
         if encoded.bad and not options.skip_bad_lines:
             raise UsageError(f"{encoded.bad[0]}; {SKIP_HINT}")
         n_bad += len(encoded.bad)

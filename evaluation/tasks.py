@@ -12,7 +12,7 @@ from common.numbers import counted, progress_bar
 from data.conversation_set import ConversationSet
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
-from data.corpus import TEXT_COLUMN, find_files, load_json, parquet_rows, read_records, suffix_of
+from data.corpus import TEXT_COLUMN, find_splits, load_json, parquet_rows, read_records, suffix_of
 from data.dataset import PackedDataset
 from data.order import spread
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
@@ -60,12 +60,20 @@ def is_prepared(data: str) -> bool:
     return (Path(data) / DESCRIPTION_FILE).exists()
 
 
+def split_to_score(data: str) -> tuple[str | None, list[str]]:
+    """Return the files to score. Of a folder with splits these are the files for validation, or
+    else for testing, and the name of this split. Otherwise the name is None."""
+    splits = find_splits(data)
+    name = next((name for name in ("val", "test") if splits[name]), None)
+    return name, splits[name or "train"]
+
+
 def detect_task(data: str, text_column: str | None = None) -> str:
     """Detect the task from the kind of prepared data, or from the first record of other data."""
     if is_prepared(data):
         is_chat = read_description(data)["kind"] == CONVERSATIONS
         return "conversations" if is_chat else "packed"
-    path, column, keys = find_files(data)[0], text_column or TEXT_COLUMN, set()
+    path, column, keys = split_to_score(data)[1][0], text_column or TEXT_COLUMN, set()
     with suppress(StopIteration, AttributeError, UsageError):  # scoring reports a bad first line
         if suffix_of(path) == ".parquet":
             keys = next(parquet_rows(path, (column, *CONVERSATION_KEYS))).keys()
@@ -108,25 +116,31 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
     if is_prepared(args.data):
         return prepared(args, trained)
     tokenizer, seq_len = trained.tokenizer, trained.model.config.max_seq_len
-    files, is_chat = find_files(args.data), args.task == "conversations"
+    (split, files), is_chat = split_to_score(args.data), args.task == "conversations"
     column = args.text_column or TEXT_COLUMN
     records = conversation_records(files) if is_chat else read_records(files, column)
     records = islice(records, args.limit or None)  # 0 is no limit
     if is_chat:
-        facts = {"unit": "conversations", "cut": 0, "left_out": 0, "changed_by_tokenizer": 0}
+        facts = {
+            "split": split,
+            "unit": "conversations",
+            "cut": 0,
+            "left_out": 0,
+            "changed_by_tokenizer": 0,
+        }
         return conversation_rows(records, tokenizer, seq_len, facts), None, facts
     if args.task == "text":
         stride = args.stride or max(1, seq_len // 2)
         if stride > seq_len:
             raise UsageError(f"--stride {stride} skips tokens: pass at most {seq_len}, the context")
-        facts = {"stride": stride, "changed_by_tokenizer": 0}
+        facts = {"split": split, "stride": stride, "changed_by_tokenizer": 0}
         return document_rows(records, tokenizer, seq_len, stride, facts), None, facts
     template = trained.chats if args.template is None else args.template
     if template and args.delimiter is not None:
         raise UsageError("--delimiter is for questions without the template: add --no-template")
     delimiter = " " if args.delimiter is None and not template else args.delimiter
     rows = question_rows(records, tokenizer, seq_len, delimiter)
-    return rows, None, {"delimiter": delimiter, "template": template}
+    return rows, None, {"split": split, "delimiter": delimiter, "template": template}
 
 
 def prepared(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int, dict]:

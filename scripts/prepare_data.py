@@ -17,7 +17,17 @@ from common.errors import UsageError, one_line_errors, stop_in_order
 from common.numbers import available_cores, counted, progress_bar, size
 from common.parser import OneLineParser
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, all_files, find_files, suffix_of, text_size
+from data.corpus import (
+    BUILTIN,
+    SUFFIXES,
+    TEXT_COLUMN,
+    all_files,
+    by_split,
+    find_files,
+    find_splits,
+    suffix_of,
+    text_size,
+)
 from data.prepare import PackingOptions, default_out, defaults_for, find_prepared, prepare
 from data.shards import CONVERSATIONS, TEXT
 
@@ -74,11 +84,15 @@ def report(
     speed = f"{size(n_bytes / seconds)}/s with --workers {options.workers}"
     lines = [f"{size(n_bytes)} of {kind} in {seconds:.1f} s ({speed})"]
     if Path(source).is_dir():
+        parts = find_splits(source, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
         read = {os.path.realpath(path) for path in files}  # a file may have several names
-        others = all_files(source, hidden=True)
-        ignored = [path for path in others if os.path.realpath(path) not in read]
+        others = {*all_files(source, hidden=True)} - {*parts["test"]}
+        ignored = sorted(path for path in others if os.path.realpath(path) not in read)
         first = f", the first: {ignored[0]}" if ignored else ""
         lines.append(f"  read {counted(len(files), 'files')}, ignored {len(ignored):,}{first}")
+        for name, role in (("val", "for validation"), ("test", "not read, for testing")):
+            if paths := parts[name]:
+                lines.append(f"  {role}: {counted(len(paths), 'files')}, the first: {paths[0]}")
     for name, split in splits.items():
         n, word = counted(split["documents"] // ways[name], documents).split()
         line = f"  {name:5} {n:>9} {word:{len(documents)}} {split['tokens']:>13,} tokens"
@@ -96,11 +110,12 @@ def report(
     if n_bad := description["bad_documents"]:
         bad = counted(n_bad, f"bad {documents}")
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
-    if made_from["val_fraction"] and not splits["val"]["documents"]:
+    own_val = by_split(files)["val"]
+    if (own_val or made_from["val_fraction"]) and not splits["val"]["documents"]:
         lines.append("  WARNING: no validation split: pass a larger --val_fraction, or more text")
     if options.vocab_size is None and options.tokenizer is None:
         taken.append("the size of the vocabulary (--vocab_size)")
-    if options.val_fraction is None:
+    if options.val_fraction is None and not own_val:
         taken.append(f"{options.val_fraction_of(files):.0%} for validation (--val_fraction)")
     if options.segmentations is None and chosen.segmentations > 1:
         taken.append(f"{chosen.segmentations} ways to cut a document into pieces (--segmentations)")

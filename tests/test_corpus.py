@@ -4,6 +4,7 @@ import json
 import random
 import sys
 import tracemalloc
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +15,16 @@ from conftest import error_of
 
 from common.errors import UsageError
 from data import corpus
-from data.corpus import SECTION_BYTES, Record, all_files, find_files, parse, read_records
+from data.corpus import (
+    SECTION_BYTES,
+    Record,
+    all_files,
+    by_split,
+    find_files,
+    find_splits,
+    parse,
+    read_records,
+)
 
 BOM = "\ufeff"
 DOCUMENTS = ["one", '第二\n句, with "quotes"', "", "😀\r\nthree", "last"]
@@ -97,6 +107,33 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     write(tmp_path / "b" / "readme.md", b"not text of the corpus")
     (tmp_path / "folder.txt").mkdir()
     assert texts(tmp_path) == ["first", "second", "third", "fourth"]
+
+
+HUB = {"train": ["data/train-00000-of-00002-2d5a1467fff1081b.parquet", "data/train-00001.parquet"]}
+SPLIT_FOLDERS = {
+    "of the Hub": HUB | {"val": ["data/validation-00000-of-00001.parquet"], "test": ["test.csv"]},
+    "subfolders": {
+        "train": ["train/x.txt", "z.txt"],
+        "val": ["valid/y.txt"],
+        "test": ["test/x.txt"],
+    },
+    "words at the end": {"train": ["a-train.txt"], "val": ["a-val.txt"], "test": ["A.Test.jsonl"]},
+    "words at the start": {"train": ["train_sft-0-of-1.csv"], "val": ["dev_sft.csv"], "test": []},
+    "no word": {"train": ["contest.txt", "latest.txt", "my-test-notes.txt", "my-train-notes.txt"]},
+    "another name": {"train": ["a-dev.txt", "b-train.txt", "b.txt", "dev.txt", "test_b.txt"]},
+    "only a file for testing": {"train": ["other.txt", "test.txt"]},
+}
+
+
+@pytest.mark.parametrize("expected", SPLIT_FOLDERS.values(), ids=SPLIT_FOLDERS)
+def test_files_for_validation_and_testing_are_found_by_their_names(tmp_path, expected):
+    for name in chain(*expected.values()):
+        write(tmp_path / name, b"")
+    found = find_splits(str(tmp_path))
+    relative = {k: [str(Path(p).relative_to(tmp_path)) for p in v] for k, v in found.items()}
+    assert relative == {"train": [], "val": [], "test": []} | expected
+    assert find_files(str(tmp_path)) == found["train"] + found["val"]
+    assert by_split(find_files(str(tmp_path))) == found | {"test": []}
 
 
 def test_links_are_followed_and_each_file_of_a_folder_is_read_once(tmp_path):

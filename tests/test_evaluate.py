@@ -115,6 +115,17 @@ def test_a_folder_of_text_is_scored_with_the_named_column(evaluate, tmp_path):
     assert result["metrics"]["loss"]["low"] is None  # too few documents for an interval
 
 
+def test_of_a_folder_with_splits_validation_is_scored_or_else_test(evaluate, tmp_path):
+    for split in ("test", "train", "val"):
+        (tmp_path / f"{split}.txt").write_text(f"{split} 1 + 3 = 4")
+    printed, result = evaluate("--data", tmp_path)
+    assert (result["bytes"], result["split"]) == (13, "val")
+    assert f"{tmp_path}, val split" in printed
+    (tmp_path / "val.txt").unlink()
+    _, result = evaluate("--data", tmp_path)
+    assert (result["bytes"], result["split"]) == (14, "test")
+
+
 def test_questions_are_scored_with_delimiter_or_template(evaluate, refused, run_folder, tmp_path):
     path = write_lines(tmp_path / "q.jsonl", QUESTIONS)
     out, result = evaluate("--data", path)

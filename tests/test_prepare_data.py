@@ -117,6 +117,42 @@ def test_the_files_of_a_folder_and_few_bytes_per_token_are_reported(workplace, c
     assert "ignored" not in printed
 
 
+@pytest.mark.parametrize("kind", ["text", "conversations"])
+def test_a_folder_with_splits_keeps_them_and_its_test_files_are_not_read(
+    workplace, packed, capsys, kind
+):
+    sizes, at = {"train": 40, "validation": 7, "test": 9}, 0
+    for name, size in sizes.items():
+        rows = [{"prompt": f"{i} + 1?", "response": f"{i + 1}"} for i in range(at, at + size)]
+        texts = [{"text": " ".join(row.values())} for row in rows]
+        lines = [json.dumps(row) + "\n" for row in (texts if kind == "text" else rows)]
+        (workplace / "hub").mkdir(exist_ok=True)
+        (workplace / "hub" / f"{name}.jsonl").write_text("".join(lines))
+        at += size
+    flags = ["--tokenizer", str(packed), "--out", "out/hub"]
+    main([*flags, "--data" if kind == "text" else "--conversations", "hub"])
+    train, val = read_description("out/hub")["splits"].values()
+    ways = 7 if kind == "text" else 1
+    assert (train["documents"], val["documents"]) == (40 * ways, 7)
+    printed = capsys.readouterr().out
+    assert "read 2 files, ignored 0\n" in printed
+    assert "for validation: 1 file, the first: hub/validation.jsonl\n" in printed
+    assert "not read, for testing: 1 file, the first: hub/test.jsonl\n" in printed
+    assert "for validation (--val_fraction)" not in printed
+    main(
+        [
+            *flags[:-1],
+            "out/b",
+            f"--{'data' if kind == 'text' else kind}",
+            "hub",
+            "--val_fraction",
+            "0.5",
+        ]
+    )
+    train, val = read_description("out/b")["splits"].values()
+    assert val["documents"] > 15  # also from the training files
+
+
 def test_an_empty_validation_split_gives_a_warning_unless_val_fraction_is_0(workplace, capsys):
     Path("short.txt").write_text("".join(f"{a} + {a} = {2 * a}\n" for a in range(70)))
     main(["--workers", "1", "--data", "short.txt"])
