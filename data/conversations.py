@@ -32,9 +32,9 @@ from typing import NamedTuple
 
 from common.errors import UsageError
 from common.parser import is_text
-from data.corpus import JSONL, Record, parquet_rows, read_records, suffix_of
+from data.corpus import JSON, Record, advice_for_list, parquet_rows, read_records, suffix_of
 
-SUFFIXES = (*JSONL, ".parquet")
+SUFFIXES = (*JSON, ".parquet")
 ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
 SHAREGPT = {"human": USER, "gpt": ASSISTANT}
 TOOLS = ("tool", "function", "function_call", "observation")
@@ -82,7 +82,7 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
     for path in files:
         if suffix_of(path) == ".parquet":
             for number, row in enumerate(parquet_rows(path, KEYS, others=True), 1):
-                yield Record(path, number, json.dumps(row, default=str).encode())
+                yield Record(path, number, json.dumps(row, default=str).encode(), unit="row")
         else:
             yield from read_records([path])
 
@@ -176,10 +176,12 @@ def _turns(value: dict, where: str) -> tuple[list[Turn], tuple[str, ...]]:
             parts = (given["instruction"], given.get("input"))
             question = "\n\n".join(part for part in parts if part)
             return [Turn(USER, question), Turn(ASSISTANT, given["output"])], ALPACA
-    raise UsageError(
-        f'{where}: no conversation: expected "conversations", or "messages", or "prompt" and '
-        '"completion", "chosen" or "response", or texts in "instruction" and "output"'
+    expected = (
+        'expected "conversations", or "messages", or "prompt" and "completion", "chosen" or '
+        '"response", or texts in "instruction" and "output"'
     )
+    others = {key: held for key, held in value.items() if key not in KEYS}
+    raise UsageError(f"{where}: no conversation: {advice_for_list(others) or expected}")
 
 
 def _listed_turns(turns: object, where: str) -> list[Turn]:

@@ -1,14 +1,16 @@
 """Find the files of a corpus and read their documents.
 
-- `.jsonl`, `.jsonl.gz`, `.jsonl.zst`: each line is a JSON object with the document under "text"
-  (MiniMind's format) or under the key that --text_column names.
+- `.jsonl`, `.json`, and these as `.gz` or `.zst`: each line, or each element of one array, is an
+  object with the document under "text" (MiniMind's format) or under the key that --text_column
+  names. See json_objects.py.
 - `.csv`, `.parquet`: each row is a document, in the column "text" or --text_column.
 - `.txt`: the file is one document. A long file is cut at line ends into several documents.
 - a folder: all files of these kinds below it, in sorted order. Links are followed. Hidden files
   are left out. Files that are named train, validation and test are splits, see `by_split`.
 - "builtin": the source of Python's standard library, about 12 MB without its tests.
 
-Memory holds one line, section or batch of rows at a time. `.zst` and `.parquet` need pyarrow.
+Memory holds one line, object, section or batch of rows at a time. `.zst` and `.parquet` need
+pyarrow.
 """
 
 import csv
@@ -26,11 +28,14 @@ from typing import Any, NamedTuple
 
 from common.errors import UsageError
 from common.parser import is_text
+from data.json_objects import json_objects
 
 BUILTIN = "builtin"
 TEXT_COLUMN = "text"
-JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-SUFFIXES = (".txt", *JSONL, ".csv", ".parquet")
+JSON = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
+SUFFIXES = (".txt", *JSON, ".csv", ".parquet")
+# Files of a folder that describe a data set. Hugging Face's `datasets` does not read them either.
+ABOUT_DATA = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
 SECTION_BYTES = 16 * 1024  # bytes of the largest document of a .txt or .py, by default
 CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
 BATCH_ROWS = 64  # rows of Parquet in memory at once
@@ -57,13 +62,13 @@ class Record(NamedTuple):
     position: int  # text of a .txt or .py: first byte, from 0; others: line or row, from 1
     raw: bytes
     fault: str = ""  # why a row of a .csv or .parquet has no text; otherwise ""
-    text_column: str = TEXT_COLUMN  # the key of the text in a line of JSON
+    text_column: str = TEXT_COLUMN  # the key of the text in an object of JSON
+    unit: str = "line"  # what `position` counts
 
     @property
     def place(self) -> str:
         """File and position, for messages."""
-        units = {".txt": "byte", ".py": "byte", ".parquet": "row"}
-        return f"{self.path}, {units.get(suffix_of(self.path), 'line')} {self.position}"
+        return f"{self.path}, {self.unit} {self.position}"
 
 
 def suffix_of(path: str) -> str:
@@ -74,8 +79,9 @@ def suffix_of(path: str) -> str:
 
 def text_size(files: Iterable[str]) -> int:
     """Estimate the bytes of text in files. A .gz, .zst or .parquet counts four times its size."""
-    factors = {".jsonl.gz": 4, ".jsonl.zst": 4, ".parquet": 4}
-    return sum(os.path.getsize(path) * factors.get(suffix_of(path), 1) for path in files)
+    packed = (".gz", ".zst", ".parquet")
+    factors = {path: 4 if suffix_of(path).endswith(packed) else 1 for path in files}
+    return sum(os.path.getsize(path) * factor for path, factor in factors.items())
 
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
@@ -98,6 +104,7 @@ def find_splits(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, 
     if not path.exists():
         raise UsageError(f"{source}: no such file or folder")
     paths = [str(path)] if path.is_file() else all_files(path, hidden=False)
+    paths = [each for each in paths if path.is_file() or Path(each).name not in ABOUT_DATA]
     known = [each for each in paths if suffix_of(each) in suffixes and os.path.isfile(each)]
     # A file with several names, of which some are links, is read under its first name.
     files = sorted({os.path.realpath(each): each for each in reversed(known)}.values())
@@ -160,13 +167,12 @@ def read_records(
                     text = row[text_column]
                     raw = text.encode() if isinstance(text, str) else text
                     fault = "" if isinstance(raw, bytes) else "has no text"
-                    yield Record(path, number, b"" if fault else raw, fault)
-            elif suffix in JSONL:
-                opener = {".jsonl.gz": gzip.open, ".jsonl.zst": _open_zst}.get(suffix, open)
+                    yield Record(path, number, b"" if fault else raw, fault, unit="row")
+            elif suffix in JSON:
+                opener = {".gz": gzip.open, ".zst": _open_zst}.get(Path(suffix).suffix, open)
                 with opener(path, "rb") as file:
-                    for number, line in enumerate(file, 1):
-                        if line.strip():
-                            yield Record(path, number, line, text_column=text_column)
+                    for number, raw, unit in json_objects(path, file):
+                        yield Record(path, number, raw, text_column=text_column, unit=unit)
             else:
                 yield from _sections(path, section_bytes)
         except (OSError, EOFError, zlib.error, csv.Error) as error:
@@ -184,11 +190,11 @@ def _sections(path: str, most: int) -> Iterator[Record]:
                     cut = most
                     while cut > most - 4 and rest[cut] & 0xC0 == 0x80:  # inside a character
                         cut -= 1
-                yield Record(path, offset, rest[:cut])
+                yield Record(path, offset, rest[:cut], unit="byte")
                 offset += cut
                 rest = rest[cut:]
     if rest:
-        yield Record(path, offset, rest)
+        yield Record(path, offset, rest, unit="byte")
 
 
 def _open_zst(path: str, mode: str) -> io.BufferedReader:
@@ -260,9 +266,11 @@ def parse(record: Record) -> str:
     """Return the text of a record. Raises UsageError, with the place, for an invalid record."""
     if record.fault:
         raise UsageError(f"{record.place}: {record.fault}")
-    if suffix_of(record.path) not in JSONL:
+    if suffix_of(record.path) not in JSON:
         return decode(record)
     value = load_json(record)
+    if record.text_column not in value and (advice := advice_for_list(value)):
+        raise UsageError(f"{record.place}: {advice}")
     _known_columns(record.place, (record.text_column,), list(value))
     text = value[record.text_column]
     if not is_text(text):
@@ -271,16 +279,23 @@ def parse(record: Record) -> str:
     return text
 
 
+def advice_for_list(value: dict) -> str:
+    """Say what to do with an object that holds the objects to read in a list; otherwise ""."""
+    for key, held in value.items():
+        if isinstance(held, list) and held and isinstance(held[0], dict):
+            return f'the objects stand in the list "{key}": write this list alone into the file'
+    return ""
+
+
 def decode(record: Record) -> str:
-    """Decode a record, without a byte order mark. Raises UsageError if it is not valid UTF-8."""
+    """Decode a record, without the byte order mark of a .txt. Raises UsageError if not UTF-8."""
     try:
         text = record.raw.decode()
     except UnicodeDecodeError as error:
         where = f"{record.place}: not valid UTF-8 (after {error.start} valid bytes)"
         hint = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
         raise UsageError(f"{where}: {hint}") from error
-    at_start = record.position == (1 if suffix_of(record.path) in JSONL else 0)
-    return text.removeprefix("\ufeff") if at_start else text
+    return text if record.position else text.removeprefix("\ufeff")
 
 
 def load_json(record: Record) -> dict[str, Any]:
@@ -289,6 +304,7 @@ def load_json(record: Record) -> dict[str, Any]:
     try:
         if isinstance(value := json.loads(text), dict):
             return value
-        raise ValueError(f"this line is a {type(value).__name__}")
+        raise ValueError(f"this {record.unit} is a {type(value).__name__}")
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{record.place}: not JSON with one object per line ({error})") from error
+        form = f"not JSON with one object per {record.unit}"
+        raise UsageError(f"{record.place}: {form} ({error})") from error

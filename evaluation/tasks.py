@@ -12,7 +12,15 @@ from common.numbers import counted, progress_bar
 from data.conversation_set import ConversationSet
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
-from data.corpus import TEXT_COLUMN, find_splits, load_json, parquet_rows, read_records, suffix_of
+from data.corpus import (
+    JSON,
+    TEXT_COLUMN,
+    find_splits,
+    load_json,
+    parquet_rows,
+    read_records,
+    suffix_of,
+)
 from data.dataset import PackedDataset
 from data.order import spread
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
@@ -77,7 +85,7 @@ def detect_task(data: str, text_column: str | None = None) -> str:
     with suppress(StopIteration, AttributeError, UsageError):  # scoring reports a bad first line
         if suffix_of(path) == ".parquet":
             keys = next(parquet_rows(path, (column, *CONVERSATION_KEYS))).keys()
-        elif suffix_of(path).startswith(".jsonl"):
+        elif suffix_of(path) in JSON:
             keys = load_json(next(read_records([path]))).keys()
     if "question" in keys:
         return "choice"

@@ -139,6 +139,7 @@ DROPPED = {  # a row, and the key that may hold text or a mask
     "a part of the question": (PAIR | {"input": "in binary"}, "input"),
     "a context": ({"instruction": "1 + 1?", "output": "2", "context": "binary"}, "context"),
     "an answer beside the list": ({"messages": DICTS, "response": "3"}, "response"),
+    "a list of conversations under a key": ({"rows": [{"messages": DICTS}]}, 'in the list "rows"'),
     "a list beside the list": ({"conversations": DICTS, "messages": [FOUR]}, "messages"),
     "history": ({"instruction": "1?", "output": "2", "history": [["a", "b"]]}, "history"),
 }
@@ -202,6 +203,7 @@ def test_jsonl_zst_and_parquet_files_of_a_folder_are_read_and_others_ignored(tmp
     line = json.dumps({"messages": DICTS}).encode()
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\n\n" + line)
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(line))
+    (tmp_path / "b2.json").write_text(json.dumps([{"messages": DICTS}] * 2, indent=2))
     columns = {"id": [1, 2], "conversations": [DICTS, DICTS]}
     pq.write_table(pa.table(columns), tmp_path / "c.parquet")
     columns = {"instruction": ["Add 1\n\n1"], "input": [None], "output": ["2"]}
@@ -213,6 +215,7 @@ def test_jsonl_zst_and_parquet_files_of_a_folder_are_read_and_others_ignored(tmp
     (tmp_path / "e.txt").write_text("not one")
     (tmp_path / "f.csv").write_text("not,one")
     places = ["a.jsonl, line 1", "a.jsonl, line 3", "b.jsonl.zst, line 1"]
+    places += ["b2.json, element 1", "b2.json, element 2"]
     places += ["c.parquet, row 1", "c.parquet, row 2"]
     others = ["d2.parquet, row 1", "d3.parquet, row 1"]
     assert read(tmp_path) == [
@@ -232,7 +235,7 @@ def test_tables_and_files_without_conversations_are_refused(tmp_path):
     pq.write_table(pa.table({"messages": [DICTS], "tools": ["[{}]"]}), path)
     assert 'a.parquet, row 1: "tools" is not understood' in error_of(read, tmp_path)
     path.rename(tmp_path / "a.txt")
-    assert ".jsonl.zst, .parquet" in error_of(read, tmp_path)
+    assert ".json.zst, .parquet" in error_of(read, tmp_path)
 
 
 SOURCE = """

@@ -14,8 +14,9 @@ import zstandard
 from conftest import error_of
 
 from common.errors import UsageError
-from data import corpus
+from data import corpus, json_objects
 from data.corpus import (
+    JSON,
     SECTION_BYTES,
     Record,
     all_files,
@@ -80,6 +81,58 @@ def write(path: Path, content: bytes | list | dict) -> Path:
 )
 def test_documents_are_read_from_text_and_json_lines(tmp_path, name, data, expected):
     assert texts(write(tmp_path / name, data)) == expected
+
+
+PRETTY = json.dumps([{"text": d, "tags": [{"n": 1}]} for d in DOCUMENTS], indent=1).encode()
+OBJECTS = {
+    "an array": PRETTY,
+    "an array on one line": json.dumps([{"text": d} for d in DOCUMENTS]).encode(),
+    "an element per line": b"\n[\n" + jsonl(*DOCUMENTS).replace(b"}\n{", b"}\n,{") + b"]\n",
+    "an object per line": jsonl(*DOCUMENTS),
+    "objects over lines": PRETTY[1:-1].replace(b"\n },", b"\n }\n"),
+}
+
+
+@pytest.mark.parametrize("content", OBJECTS.values(), ids=OBJECTS)
+@pytest.mark.parametrize("chunk", [1 << 17, 16])
+def test_json_is_an_array_or_objects_under_each_suffix(tmp_path, monkeypatch, content, chunk):
+    monkeypatch.setattr(json_objects, "CHUNK_BYTES", chunk)
+    for suffix in JSON:
+        path = write(tmp_path / f"a{suffix}", BOM.encode() + content)
+        assert texts(path) == DOCUMENTS
+
+
+def test_an_empty_array_has_no_document_and_one_object_over_lines_has_one(tmp_path):
+    assert texts(write(tmp_path / "a.json", b"[ ]\n")) == []
+    assert texts(write(tmp_path / "a.json", b'{\n "text": "one"\n}')) == ["one"]
+
+
+BAD_ARRAYS = {
+    "an element that is no object": (b'[{"text": "a"}, 3]', "2: not JSON with one object"),
+    "invalid UTF-8": (b'[{"text": "a"}, {"text": "\xff"}]', ", element 2: not valid UTF-8"),
+    "cut off": (b'[{"text": "a"}, {"text": "b', ", element 2: not a whole JSON object"),
+    "not closed": (b'[{"text": "a"},', ", element 2: not a whole JSON object"),
+    "two arrays": (b'[{"text": "a"}]\n[{"text": "b"}]', "more after the end of the array"),
+    "too long": (b'[{"text": "' + b"a" * 9000 + b'"}]', "more than 4,096 characters"),
+    "an object that holds the list": (
+        b'{\n "version": 1, "data": [\n {"text": "a"}\n]}',
+        'object 1: the objects stand in the list "data": write',
+    ),
+    "a long line": (jsonl("a", "a" * 5000), ", line 2: longer than 4,096 bytes"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+def test_a_wrong_array_or_a_too_long_object_is_an_error(tmp_path, monkeypatch, content, reason):
+    monkeypatch.setattr(json_objects, "LONGEST", 4096)
+    monkeypatch.setattr(json_objects, "CHUNK_BYTES", 16)
+    assert reason in one_line(write(tmp_path / "a.json", content))
+
+
+def test_files_of_a_folder_that_describe_the_data_are_not_read(tmp_path):
+    write(tmp_path / "a.json", jsonl("one"))
+    write(tmp_path / "dataset_infos.json", b'{"default": {}}')
+    assert texts(tmp_path) == ["one"]
 
 
 @pytest.mark.parametrize("column", ["text", "content"])
@@ -294,7 +347,7 @@ def test_a_missing_package_is_an_error_with_the_command_to_install_it(tmp_path, 
     assert "python -m pip install pyarrow" in one_line(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl.zst"])
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl.zst", "a.json"])
 def test_memory_does_not_grow_with_the_file(tmp_path, name):
     """The 25 MB of text are a single row group in the Parquet file."""
     path, dice = tmp_path / name, random.Random(0)
@@ -304,7 +357,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
         pq.write_table(table, path, compression="none", use_dictionary=False)
     else:
         rows = [["text"], *([text] for text in documents)]
-        write(path, rows if name == "a.csv" else jsonl(*documents))
+        array = json.dumps([{"text": text} for text in documents]).encode()
+        write(path, {"a.csv": rows, "a.json": array}.get(name, jsonl(*documents)))
     before, most, unread = pa.total_allocated_bytes(), 0, len(documents)
     tracemalloc.start()
     for record in read_records([str(path)]):
