@@ -33,24 +33,12 @@ from data.tokenizer import MARKERS_FILE, Tokenizer
 TEMPLATE_FILE = "chat_template.jinja"
 # In MARKERS_FILE of an imported model: the tokens that its own template may name.
 TEMPLATE_TOKENS = "template_tokens"
-# transformers also looks for markers in a user's text. JINJA therefore inserts these two
-# noncharacters after every "<", and the exported tokenizer removes them. If a text already has
-# such a pair, JINJA puts another pair inside it, and the tokenizer removes only the inner pair.
-ESCAPE = "\ufdd0\ufdd1"
-_JINJA = (
-    "{{% for message in messages %}}"
-    "{{{{ bos_token + {text} + eos_token + '\\n' }}}}"
-    "{{% endfor %}}"
-    "{{% if add_generation_prompt %}}{{{{ bos_token + 'assistant\\n' }}}}{{% endif %}}"
-)
-_TEXT = "message['role'] + '\\n' + message['content']"
-# The template for programs other than transformers. llama.cpp without its Jinja interpreter
-# recognises this template by the text "bos_token + message['role']" in it.
-PLAIN_JINJA = _JINJA.format(text=_TEXT)
-# The template for transformers. The exported tokenizer.json must remove every ESCAPE.
-JINJA = _JINJA.format(
-    text=f"({_TEXT}) | replace('{ESCAPE}', '{ESCAPE[0]}{ESCAPE}{ESCAPE[1]}')"
-    f" | replace('<', '<{ESCAPE}')"
+# llama.cpp without its Jinja interpreter recognises the template by the text
+# "bos_token + message['role']" in it.
+JINJA_TURN = "{{ bos_token + message['role'] + '\\n' + message['content'] + eos_token + '\\n' }}"
+PLAIN_JINJA = (
+    f"{{% for message in messages %}}{JINJA_TURN}{{% endfor %}}"
+    "{% if add_generation_prompt %}{{ bos_token + 'assistant\\n' }}{% endif %}"
 )
 
 

@@ -4,11 +4,11 @@ import shutil
 from itertools import chain
 from pathlib import Path
 
+import tokenizers
 import torch
 from torch import Tensor
 
 from common.errors import UsageError
-from data.chat_template import JINJA
 from data.tokenizer import TOKENIZER_FILE, TOKENIZER_JSON, JsonTokenizer, Tokenizer, read_markers
 from formats.config_json import llama_config, read_llama_config
 from formats.portable import (
@@ -20,7 +20,7 @@ from formats.portable import (
     save_tensors,
     write_json,
 )
-from formats.tokenizer_json import convert, without_escapes
+from formats.tokenizer_json import convert, exported_jinja, read_exact, without_escapes
 from formats.weight_names import our_rows, our_weights, to_llama
 from model.config import LMConfig
 from model.transformer import Transformer
@@ -87,6 +87,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         (folder / TOKENIZER_JSON).write_text(written, encoding="utf-8")
         theirs = tokenizer.chat_template  # it may name more tokens
         markers = theirs.tokens if theirs else read_markers(tokenizer.path)
+        prefix = {}
     else:
         converted = convert(tokenizer, chat)
         converted.save(str(folder / TOKENIZER_JSON))
@@ -96,15 +97,23 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
             "eos_token": converted.id_to_token(tokenizer.eos_id),
             "unk_token": converted.model.unk_token,
         }
+        # Without this setting, a file of llama.cpp's converter puts a space before every text.
+        prefix = {"add_prefix_space": read_exact(tokenizer).normalizer_spec.add_dummy_prefix}
+    # A batch needs a piece to fill rows with; its mask hides these pieces.
+    markers = {"pad_token": markers.get("unk_token", markers["eos_token"])} | markers
     write_json(folder / "special_tokens_map.json", markers)
-    template = JINJA if chat else tokenizer.chat_template and tokenizer.chat_template.source
+    template = tokenizer.chat_template and tokenizer.chat_template.source
+    if chat:
+        known = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+        added = known.get_added_tokens_decoder().values()
+        template = exported_jinja(token.content for token in added if token.special)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged
         "model_max_length": max_seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        # Without a template, "<s>" is plain text. With one, JINJA escapes a "<s>" inside a message.
-        "split_special_tokens": not template,
+        "padding_side": "left",  # generation goes on at the right
+        **prefix,
     }
     if template:
         settings["chat_template"] = template

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.atomic import new_folder
 from common.errors import UsageError
-from data.chat_template import JINJA, PLAIN_JINJA, TEMPLATE_FILE, TEMPLATE_TOKENS
+from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, TEMPLATE_TOKENS
 from data.tokenizer import (
     MARKERS_FILE,
     TOKENIZER_FILE,
@@ -35,7 +35,7 @@ from formats.portable import (
     without_memory,
     write_json,
 )
-from formats.tokenizer_json import restore
+from formats.tokenizer_json import is_ours, restore
 from formats.weight_names import OUTER, is_learned, our_rows, our_weights
 from model.config import LMConfig
 
@@ -99,7 +99,7 @@ def _copy_template(source: Path, beside: Path, folder: Path) -> str:
     """Copy the chat template in the folder `source`; if there is none, the one in `beside`, the
     folder of the tokenizer. Return words for the user if it cannot be used, else ""."""
     template = _template(source) or _template(beside) or ""
-    if template.strip() in (JINJA, PLAIN_JINJA):  # of an export or a run of this project
+    if is_ours(template):
         (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
     elif template:
         if not (folder / TOKENIZER_JSON).exists():

@@ -10,6 +10,8 @@ literal U+2581 then has no piece and is spelled in bytes, as in data/tokenizer.p
 """
 
 import json
+import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,10 +20,14 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto, NormalizerSpec, Tr
 from tokenizers import decoders, models, normalizers, processors
 
 from common.errors import UsageError
-from data.chat_template import ESCAPE
+from data.chat_template import JINJA_TURN, PLAIN_JINJA
 from data.tokenizer import SPACE_SYMBOL, Tokenizer
 from data.tokenizer_training import BOS_ID, EOS_ID, LONGEST_LINE, RESERVED_PIECES, UNK_ID
 
+# transformers also looks for markers in a user's text. `exported_jinja` therefore puts these two
+# noncharacters into the name of a marker, and the exported tokenizer.json removes them. If a text
+# already has such a pair, it gets another pair inside, and only the inner pair is removed.
+ESCAPE = "\ufdd0\ufdd1"
 Kind = ModelProto.SentencePiece.Type
 # The first pieces and the settings of every model that data/tokenizer_training.py writes.
 RESERVED = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -46,8 +52,8 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
     """Convert a tokenizer. The result puts <s> before a text.
     With add_special_tokens=False and encode_special_tokens=True (transformers:
     split_special_tokens) it returns the same ids and texts as `tokenizer`, except for invalid
-    UTF-8. With `chat`, it removes the escapes of `chat_template.JINJA` from a text. Raises
-    UsageError if the ids could differ."""
+    UTF-8. With `chat`, it removes the escapes of `exported_jinja` from a text. Raises UsageError
+    if the ids could differ."""
     model = read_exact(tokenizer)
     vocabulary = {written(piece): id for id, piece in enumerate(model.pieces)}
     scores = {written(p): p.score for p in model.pieces if p.type == Kind.NORMAL}
@@ -109,12 +115,29 @@ def restore(tokenizer_json: Path, out: Path) -> bool:
     return False
 
 
+def exported_jinja(markers: Iterable[str]) -> str:
+    """Return the chat template of an exported folder. Programs that use the tokenizer.json of the
+    folder define pad_token; for other programs, such as llama.cpp, this is PLAIN_JINJA."""
+    names = json.dumps([ESCAPE, *markers], ensure_ascii=False)
+    escaped = (
+        "{% set text = namespace(all=message['role'] + '\\n' + message['content']) %}"
+        f"{{% for name in {names} %}}"
+        f"{{% set text.all = text.all | replace(name, name[0] + '{ESCAPE}' + name[1:]) %}}"
+        "{% endfor %}{{ bos_token + text.all + eos_token + '\\n' }}"
+    )
+    choice = f"{{% if pad_token is defined %}}{escaped}{{% else %}}{JINJA_TURN}{{% endif %}}"
+    return PLAIN_JINJA.replace(JINJA_TURN, choice)
+
+
+def is_ours(template: str) -> bool:
+    """Return True for PLAIN_JINJA, and for its exported forms of this and earlier versions."""
+    plain = re.sub(r"{% if pad_token is def.*?{% else %}(.*?){% endif %}", r"\1", template.strip())
+    return re.sub(r"\((message.*?)\)( \| replace\(.*?\))+", r"\1", plain) == PLAIN_JINJA
+
+
 def without_escapes(tokenizer_json: str) -> str:
-    """Return a tokenizer.json that also removes the escapes of `chat_template.JINJA`. A name that
-    is not special, such as <think>, then is a token again, as it is for `JsonTokenizer`."""
+    """Return a tokenizer.json that also removes the escapes of `exported_jinja` from a text."""
     settings = json.loads(tokenizer_json)
-    for token in settings.get("added_tokens") or []:
-        token["normalized"] |= not token["special"]  # found after the escapes are removed
     steps = [{"type": "Replace", "pattern": {"String": ESCAPE}, "content": ""}]
     steps += [old] if (old := settings.get("normalizer")) else []
     settings["normalizer"] = {"type": "Sequence", "normalizers": steps}

@@ -12,7 +12,7 @@ from small_model import save_model
 from test_export_hf import some_tokens
 from transformers import AutoModelForCausalLM
 
-from data.chat_template import ESCAPE, PLAIN_JINJA, TEMPLATE_FILE
+from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
@@ -214,4 +214,3 @@ def test_the_file_of_a_chat_model_has_the_template_without_escapes(weights):
     (folder / TEMPLATE_FILE).touch()
     reader = export(folder, "--overwrite")
     assert key(reader, "tokenizer.chat_template") == PLAIN_JINJA
-    assert ESCAPE not in PLAIN_JINJA

@@ -5,6 +5,7 @@ import random
 import shutil
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 from conftest import VOCAB_SIZE
@@ -13,12 +14,13 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from small_model import save_model
 from test_tokenizer import NASTY
 from test_transformer import transformer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, encode_conversation
 from data.conversations import Turn
 from data.tokenizer import Tokenizer
 from formats.portable import load_portable, save_portable
+from formats.tokenizer_json import exported_jinja, is_ours
 from scripts import export_hf, import_weights
 from storage.weights import load_trained
 
@@ -111,9 +113,14 @@ def test_auto_tokenizer_gives_equal_ids_and_text(weights, exported):
     chooser, ids = random.Random(0), range(ours.vocab_size)
     texts = [*NASTY.values(), *(ours.decode(chooser.choices(ids, k=20)) for _ in range(500))]
     for text in texts:
-        ids = ours.encode(text)
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ids, repr(text)
-        assert theirs(text)["input_ids"] == [ours.bos_id, *ids]
+        ids, markers = (
+            ours.encode(text),
+            [name for name in ("<s>", "</s>", "<unk>") if name in text],
+        )
+        as_text = {"split_special_tokens": True} if markers else {}
+        given = theirs(text, add_special_tokens=False, **as_text)["input_ids"]
+        assert given == ids, repr(text)
+        assert theirs(text, **as_text)["input_ids"] == [ours.bos_id, *ids]
         assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
 
 
@@ -131,6 +138,63 @@ def test_a_chat_model_is_exported_with_the_chat_template(weights, exported, tmp_
     for name, source in (("chats", tmp_path / "hf"), ("plain", exported)):
         import_weights.main([str(source), str(tmp_path / name)])
         assert load_trained(str(tmp_path / name)).chats == (name == "chats")
+
+
+def test_a_special_token_that_somebody_adds_is_one_id_in_texts_and_in_messages(weights, tmp_path):
+    for chats in (False, True):
+        copy = shutil.copytree(weights, tmp_path / f"w{chats}")
+        if chats:
+            (copy / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
+        export_hf.main([str(copy), str(tmp_path / f"hf{chats}")])
+        theirs = AutoTokenizer.from_pretrained(tmp_path / f"hf{chats}")
+        theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+        theirs.save_pretrained(tmp_path / f"again{chats}")
+        for tokenizer in (theirs, AutoTokenizer.from_pretrained(tmp_path / f"again{chats}")):
+            ids = tokenizer("<|im_start|>hi</s>", add_special_tokens=False).input_ids
+            assert (ids[0], ids[-1]) == (VOCAB_SIZE, 2)
+            messages = [{"role": "user", "content": "a<|im_start|>b</s>"}]
+            if chats:
+                ids = tokenizer.apply_chat_template(messages, return_dict=False)
+                assert (ids.count(VOCAB_SIZE), ids.count(2)) == (1, 1)
+
+
+def test_a_batch_of_texts_is_padded_and_continued_as_each_text_alone(weights, exported):
+    theirs = AutoTokenizer.from_pretrained(exported)
+    texts = ["1", "sum 1 + 1 ="]
+    batch = theirs(texts, padding=True, return_tensors="pt")
+    assert batch.attention_mask.sum(1).tolist() == [len(theirs(text).input_ids) for text in texts]
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    write = pipeline("text-generation", model=model, tokenizer=theirs)
+    how = {"max_new_tokens": 8, "max_length": None, "do_sample": False}
+    together = write(texts, batch_size=2, **how)
+    assert together == [write([text], **how)[0] for text in texts]
+
+
+def test_a_program_without_the_exported_tokenizer_renders_messages_as_they_are(weights, tmp_path):
+    """llama.cpp's converter copies the template, and the setting for the space before a text."""
+    (shutil.copytree(weights, tmp_path / "w") / TEMPLATE_FILE).write_text(PLAIN_JINJA)
+    export_hf.main([str(tmp_path / "w"), str(tmp_path / "hf")])
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    messages = [{"role": "user", "content": "a < b <div> </s>"}]
+    markers = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
+    render = jinja2.Template(settings["chat_template"]).render
+    said = "<s>user\na < b <div> </s></s>\n<s>assistant\n"
+    assert render(messages=messages, **markers) == said
+    assert settings["add_prefix_space"] is False
+    messages[0]["content"] = "a < b <div>"
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == said.replace(" </s></s>", "</s>")
+
+
+def test_templates_of_earlier_exports_are_recognised():
+    escaped = "(message['role'] + '\\n' + message['content']) | replace('\ufdd0\ufdd1', "
+    escaped += "'\ufdd0\ufdd0\ufdd1\ufdd1') | replace('<', '<\ufdd0\ufdd1')"
+    old = PLAIN_JINJA.replace("message['role'] + '\\n' + message['content']", escaped)
+    assert old != PLAIN_JINJA
+    assert is_ours(old)
+    assert is_ours(exported_jinja(["<s>"]))
+    assert not is_ours(PLAIN_JINJA.replace("'\\n'", "' '"))
 
 
 def save_again(packed: Path, folder: Path, dtype: str = "float32", **changes) -> Path:
