@@ -5,11 +5,16 @@ import sys
 
 from tqdm import tqdm
 
+from common.control_groups import group_limits
+
 
 def available_cores() -> int:
-    """Return the number of processor cores that this process may use."""
+    """Return the number of processor cores that this process may use. A container's quota of 1.5
+    cores counts as one: threads that share a core wait for each other."""
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quotas = [quota / period for quota, period in group_limits("cpu").values()]
+    return max(1, int(min([cores, *quotas])))
 
 
 def counted(n: int, plural: str) -> str:

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import timeit
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import torch
 
+from common.control_groups import group_limits
 from common.errors import UsageError
 from common.numbers import available_cores, counted
 from model import LMConfig
@@ -166,14 +166,11 @@ def available_memory(device: torch.device, processes: int) -> int:
     LOCAL_WORLD_SIZE if a launcher has set this variable, and `processes` if not."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    free, groups = psutil.virtual_memory().available, Path("/proc/self/cgroup")
-    name = groups.read_text().partition("0::/")[2].strip() if groups.exists() else ""
-    group = Path("/sys/fs/cgroup", name)
-    for limit in (folder / "memory.max" for folder in (group, *group.parents)):
-        if limit.exists() and limit.read_text().strip() != "max":
-            stat = limit.with_name("memory.stat").read_text().split()
-            used = int(stat[stat.index("anon") + 1])  # memory in use, without caches
-            free = min(free, int(limit.read_text()) - used)
+    free = psutil.virtual_memory().available
+    for group, (limit,) in group_limits("memory").items():
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = stat.get("anon") or stat["total_rss"]  # in use, without caches; version 2 or 1
+        free = min(free, limit - int(used))
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # processes on this machine
     mine = psutil.Process().memory_info()
     return free // sharing + mine.rss - getattr(mine, "shared", 0)

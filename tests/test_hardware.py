@@ -1,7 +1,6 @@
 import os
 import platform
 from itertools import chain, repeat
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -137,23 +136,6 @@ def test_available_and_peak_memory_are_plausible_and_glibc_can_keep_freed_memory
     assert 0 < shared < alone < 2**14 * GIB
     assert peak_memory_bytes(CPU) > 50e6
     assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
-
-
-def test_every_control_group_above_the_process_can_limit_its_memory(tmp_path, monkeypatch):
-    """SLURM, for example, sets the limit of a job on a group above the group of the process."""
-    job = tmp_path / "sys/fs/cgroup/slurm/job_7"
-    files = {job / "step_0/memory.max": "max\n", job / "memory.max": "3000000\n"}
-    files |= {job / "memory.stat": "file 9\nanon 1000000\n"}
-    files |= {tmp_path / "proc/self/cgroup": "1:name=x:/y\n0::/slurm/job_7/step_0\n"}
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9_000_000_000))
-    used = SimpleNamespace(rss=500, shared=200)
-    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: used))
-    monkeypatch.setattr(hardware, "Path", lambda root, *more: Path(tmp_path, root[1:], *more))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert available_memory(CPU, 2) == 1_000_300
 
 
 @pytest.mark.parametrize(
