@@ -14,12 +14,15 @@ BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation l
 
 def newest_first(paths: Iterable[Path], program: str | None, path_in: Callable) -> list[RunFolder]:
     """Return the runs of `program` (None: of all programs) among `paths`, the newest first.
-    A run is as old as its file or folder `path_in(run)`; runs without this path are left out."""
+    The newest run was started or resumed last, as its settings say: copying a run changes the times
+    of its files. If they do not say it (older runs), the time of the file or folder `path_in(run)`
+    counts. Runs without this path are left out."""
     times = {}
     for run in map(RunFolder, paths):
         path = path_in(run)
         if path and path.exists() and program in (None, program_of(run)):
-            times[run] = path.stat().st_mtime
+            written = path.stat().st_mtime
+            times[run] = read_settings(run.settings).get("started", written), written
     return sorted(times, key=times.get, reverse=True)
 
 
@@ -29,8 +32,8 @@ def program_of(run: RunFolder) -> str:
 
 
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
-    """Return the run `name` of `program` in the folder `out`; without a name, the run of `program`
-    in `out` that saved a checkpoint last. Return None if no such run has a checkpoint."""
+    """Return the run `name` of `program` in the folder `out`; without a name, the newest run of
+    `program` in `out` that has a checkpoint. Return None if no such run has a checkpoint."""
     paths = [out / name] if name else out.glob("*")
     runs = newest_first(paths, program, lambda run: max(run.all_checkpoints(), default=None))
     return runs[0] if runs else None
@@ -50,7 +53,7 @@ def data_of(name: str) -> str:
 
 
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
-    """Return the folder `name`; 'auto' is the run of `program` (None: of any) that logged last.
+    """Return the folder `name`; 'auto' is the newest run of `program` (None: of any program).
     Raises UsageError if there is no such folder."""
     folder = Path(name_of(name, runs, program))
     if not folder.is_dir():
@@ -59,8 +62,8 @@ def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
 
 
 def name_of(name: str, runs: Path, program: str | None) -> str:
-    """Return `name`; in 'auto' and 'auto@best', replace 'auto' by the run of `program` (None: any)
-    that logged last. Raises UsageError if there is no such run."""
+    """Return `name`; in 'auto' and 'auto@best', replace 'auto' by the newest run of `program`
+    (None: of any program) that has logged. Raises UsageError if there is no such run."""
     if name.removesuffix(BEST) != "auto":
         return name
     if found := newest_first(runs.glob("*"), program, lambda run: run.metrics):

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 
 from common.atomic import try_lock
@@ -60,10 +62,25 @@ def read_settings(path: Path) -> dict:
 _held: dict[Path, int] = {}  # locks that this process holds: resolved path → file descriptor
 
 
-def claim(run: RunFolder) -> None:
-    """Lock a run as `lock` does, unless this process has already locked it."""
+def claim(run: RunFolder) -> RunFolder:
+    """Lock a run as `lock` does, unless this process has already locked it; return the run."""
     if run.lock.resolve() not in _held:
         lock(run.lock)
+    return run
+
+
+def claim_new(run: RunFolder) -> RunFolder:
+    """Make, lock and return the folder of a run without a name. If the folder exists, as for runs
+    that start in the same second, a number is added. Raises UsageError as `lock` does."""
+    numbered = (run.path.with_name(f"{run.path.name}-{n}") for n in count(2))
+    for path in chain([run.path], numbered):
+        with suppress(OSError):  # `lock` gives the reason
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+            break
+        if not path.is_dir():
+            break
+    return claim(RunFolder(path))
 
 
 def lock(path: Path, otherwise: str = "--run_name") -> None:
@@ -72,7 +89,7 @@ def lock(path: Path, otherwise: str = "--run_name") -> None:
     second case the message suggests another value for the setting `otherwise`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise UsageError(f"{path.parent} cannot be used: {error.strerror}") from error
     if not try_lock(descriptor):

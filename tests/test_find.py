@@ -29,6 +29,8 @@ def test_auto_finds_the_newest_run_of_the_requested_program(run, tmp_path):
     (tmp_path / "runs" / "file").touch()
     assert find_run("auto", tmp_path / "runs") == run
     assert find_run("auto", tmp_path / "runs", program="train_sft_accelerate.py") == older.path
+    older.settings.write_text('{"started": 1000.5}')  # its record counts, not the time of its files
+    assert find_run("auto", tmp_path / "runs") == older.path
     with pytest.raises(UsageError, match=r"no run in .* yet: start one with bash run_"):
         find_run("auto", tmp_path / "none")
 

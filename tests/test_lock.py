@@ -11,7 +11,7 @@ from test_resume_choice import locks, make_run, write_empty  # noqa: F401  "lock
 from common.errors import UsageError
 from engine.deepspeed_setup import set_up_deepspeed
 from engine.engine import Engine
-from storage.folder import RunFolder, lock
+from storage.folder import RunFolder, claim_new, lock
 from training.arguments import TrainingArguments
 from training.resume import find_starting_point
 
@@ -45,6 +45,14 @@ def test_a_live_process_holds_the_lock_and_a_killed_one_does_not(tmp_path):
         with suppress(ProcessLookupError):
             os.killpg(holder.pid, signal.SIGKILL)  # the child that HOLD has forked
     assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+
+
+def test_a_new_run_gets_a_folder_of_its_own_or_the_reason(tmp_path):
+    names = [claim_new(RunFolder(tmp_path / "out" / "now")).path.name for _ in range(3)]
+    assert names == ["now", "now-2", "now-3"]
+    assert "in use by process" in error_of(lock, tmp_path / "out" / "now-3" / "lock")
+    (tmp_path / "file").touch()
+    assert "cannot be used: " in error_of(claim_new, RunFolder(tmp_path / "file" / "now"))
 
 
 def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path, accelerator):

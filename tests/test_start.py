@@ -22,6 +22,7 @@ from engine.engine import Engine
 from engine.memory import DDP, GIB, MARGIN, OVERHEAD, estimate
 from model import LMConfig
 from storage.checkpoint import read_state
+from storage.find import find_run, run_to_resume
 from storage.folder import RunFolder, lock
 from train_pretrain_accelerate import main
 from training import set_up, start_block
@@ -208,6 +209,28 @@ def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, caps
     assert sys.argv[0] not in settings
     threads = json.loads((tmp_path / "b" / "settings.json").read_text())["arguments"]["threads"]
     assert threads >= 1  # the number in use, although it was not typed
+
+
+def test_runs_of_one_second_have_their_own_folders_with_the_mode_of_umask(
+    packed, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("training.resume.time.strftime", lambda *given: "now")
+    before = os.umask(0o002)
+    try:
+        for _ in range(3):
+            main([*TINY, "--data", str(packed), "--out_dir", str(tmp_path), "--max_steps", "1"])
+    finally:
+        os.umask(before)
+    runs = [tmp_path / name for name in ("now", "now-2", "now-3")]
+    assert all((run / "weights").exists() for run in runs)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {
+        0o664
+    }
+    for run in runs[:2]:
+        os.utime(run / "metrics.jsonl", (2e9, 2e9))  # as `cp -r` does
+        os.utime(max((run / "checkpoints").glob("step-*")), (2e9, 2e9))
+    assert find_run("auto", tmp_path) == runs[2]
+    assert run_to_resume(tmp_path, "train_pretrain_accelerate.py", None).path == runs[2]
 
 
 def test_compiled_code_of_one_call_is_dropped_before_the_next():

@@ -18,7 +18,7 @@ from engine.agreement import on_every_process, on_main_process
 from engine.engine import Engine, build_engines, exit_rank
 from model import ConfigError
 from storage.checkpoint import write_base
-from storage.folder import claim, release_locks
+from storage.folder import claim, claim_new, release_locks
 from training.arguments import TrainingArguments, build_parser
 from training.build import random_state
 from training.failures import one_line_failures
@@ -150,7 +150,9 @@ def start_run(
     """Build the model, load weights and print the start block. Return None if the run is finished.
     Every process must call it. Raises UsageError or ConfigError if the run cannot be trained."""
     args, start, train_set = inputs.args, inputs.start, inputs.train_set
-    on_main_process(engine, partial(claim, start.folder))  # a new folder is not yet locked
+    take = claim if args.run_name or start.checkpoint else claim_new
+    start = replace(start, folder=on_main_process(engine, partial(take, start.folder)))
+    inputs = replace(inputs, start=start)
     engine.set_accumulation(args.accumulation_steps)
     finished = start.step >= inputs.total_steps
     if finished and on_main_process(engine, start.folder.weights.exists):
