@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from common.errors import UsageError, reason
 from model.config import setting
-from report.page import try_to_write_report
+from report.page import try_to, write_report
 from storage.checkpoint import damage
 from storage.folder import RunFolder, claim, step_of
 from training.arguments import TrainingArguments, as_words, build_parser
@@ -157,14 +157,19 @@ class Runs:
                 print(f"  {how_to_resume('auto')}", flush=True)
             end_stopped([run.engine for run in self.all], all(each_saved))
             return
+        unsaved = []
         for run in self.in_turn():
             run.log.say(f"\n{run.folder.path}:")
-            run.write_results()
+            if not run.write_results():
+                unsaved.append(str(run.folder.path))
         if self.first.engine.is_main:
             page = Path(self.first.args.out_dir) / "several.html"
-            print(f"\nreport of all runs: {try_to_write_report(self.folders, page)}", flush=True)
+            page = try_to(write_report, self.folders, page)
+            print(f"\nreport of all runs: {page}", flush=True)
         for run in self.all:
             run.accelerator.end_training()
+        if unsaved:
+            raise UsageError(f"{', '.join(unsaved)}: the last checkpoint was not saved")
 
 
 def read_models(typed: dict) -> list[tuple[TrainingArguments, dict]]:

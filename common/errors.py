@@ -6,7 +6,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +27,21 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
+@contextmanager
+def reported(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Report any exception in this context by one line, and go on: a sample, a picture or a tracker
+    must not cost a trained model."""
+    try:
+        yield
+    except Exception as error:
+        say(f"{what} NOT WRITTEN: {one_line(error)}")
+
+
+def one_line(error: Exception) -> str:
+    """Return the message of an error in one line, or the name of its type without a message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class ReportedError(UsageError):
     """A child process has failed. It has already printed an error line, so no other is printed."""
 
@@ -40,9 +55,16 @@ def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> N
     sys.exit(128 + signal.SIGINT)
 
 
+def handle(numbers: Iterable[int], handler: Callable | int) -> None:
+    """Set the handler of these signals. SIGHUP stays ignored if it is, as after `nohup`."""
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def stop_in_order() -> None:
-    """Make SIGTERM and SIGINT run all `finally` blocks, which delete unfinished files."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Make SIGTERM, SIGHUP and SIGINT run all `finally` blocks, which delete unfinished files."""
+    handle((signal.SIGTERM, signal.SIGHUP), lambda number, _: sys.exit(128 + number))
     # Without this, a program that a shell starts in the background ignores SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -78,10 +100,11 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         if int(os.environ.get("LOCAL_RANK", rank)):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
-        message = f"no space left on the disk: {error}" if disk_full else str(error)
-        if "Traceback" in message:  # from a worker process: keep only the last line
-            message = message.strip().splitlines()[-1]
-        message = " ".join(message.split()) or type(error).__name__
+        message = one_line(error)
+        if disk_full:
+            message = f"no space left on the disk: {message}"
+        elif "Traceback" in message:  # from a worker process: keep only the last line
+            message = str(error).strip().splitlines()[-1].strip()
         if not isinstance(error, ReportedError):
             name = f"{program} (rank {rank})" if rank else program
             print(f"{name}: error: {message}", file=sys.stderr, flush=True)

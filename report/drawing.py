@@ -1,9 +1,15 @@
 """Draw charts of losses and other numbers over steps, with matplotlib."""
 
+import importlib
 import io
+import os
 import re
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -39,11 +45,26 @@ class Chart:
     size: tuple[float, float] = (5.5, 2.3)  # width and height in inches; the page scales them
 
 
+def matplotlib() -> ModuleType:
+    """Import matplotlib, which takes most of a second. Its import fails if MPLBACKEND, which a
+    notebook sets, names a missing package, or if the user has no home. Files need neither."""
+    if "matplotlib" not in sys.modules:
+        on_screen = os.environ.pop("MPLBACKEND", None)
+        try:
+            Path.home()
+        except RuntimeError:
+            os.environ["HOME"] = "/"  # where it cannot write, it makes a temporary folder
+        module = importlib.import_module("matplotlib")
+        with suppress(ValueError):
+            if on_screen:  # for figures of this notebook that are not ours
+                module.rcParams["backend"] = on_screen
+    importlib.import_module("matplotlib.figure")
+    return sys.modules["matplotlib"]
+
+
 def plot(chart: Chart):
     """Return a Figure over steps; over tokens if the runs' tokens per step are known and differ."""
-    from matplotlib.figure import Figure  # loading it takes most of a second
-
-    figure = Figure(chart.size, layout="constrained")
+    figure = matplotlib().figure.Figure(chart.size, layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right", "left"]].set_visible(False)
     sizes = {curve.tokens_per_step for curve in chart.curves}
@@ -76,10 +97,8 @@ def plot(chart: Chart):
 
 def draw(chart: Chart) -> str:
     """Return the chart as an HTML <figure> with an SVG picture."""
-    from matplotlib import rc_context
-
     out = io.StringIO()
-    with rc_context(STYLE):
+    with matplotlib().rc_context(STYLE):
         plot(chart).savefig(out, format="svg", transparent=True, metadata={"Date": None})
     drawn = out.getvalue().partition("<defs")[2]
     drawn = re.sub(r'<g id="[^"]*">', "<g>", drawn)  # ids must be unique on the page

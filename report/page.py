@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from html import escape
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import one_line
 from report.drawing import Chart, Curve, draw, plot
 from report.history import History, number, read_history, series
 
@@ -53,18 +55,18 @@ def write_report(runs: list[Path], out: Path) -> None:
     out.write_text(html, encoding="utf-8", errors="replace")
 
 
-def try_to_write_report(runs: list[Path], out: Path) -> str:
-    """Write the page; return its path, or why it could not be written."""
+def try_to(write: Callable[[list[Path], Path], None], runs: list[Path], out: Path) -> str:
+    """Write a page or a picture of the runs; return its path, or why it could not be written."""
     try:
-        write_report(runs, out)
-    except (OSError, ValueError, ArithmeticError) as error:
-        return f"NOT WRITTEN: {error}"
+        write(runs, out)
+    except Exception as error:  # of matplotlib, for example
+        return f"NOT WRITTEN: {one_line(error)}"
     return str(out)
 
 
-def draw_losses(run: Path, picture: Path) -> None:
-    """Draw the training and validation loss of a run into a picture, such as a PNG."""
-    (chart,) = losses(by_name([run]))
+def draw_losses(runs: list[Path], picture: Path) -> None:
+    """Draw the training and validation loss of one run into a picture, such as a PNG."""
+    (chart,) = losses(by_name(runs))
     figure = plot(replace(chart, size=(8, 4.5)))
     figure.axes[0].set_ylabel(LOSS.unit)
     figure.legend()

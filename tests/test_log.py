@@ -234,7 +234,7 @@ def test_a_tracker_that_fails_is_named_and_hides_no_row_from_others(start, feed,
         ),
     ]
     feed(log, 1)
-    refused = "NOT WRITTEN by tensorboard: [Errno 28] No space left on device\n"
+    refused = "tensorboard NOT WRITTEN: [Errno 28] No space left on device\n"
     assert capsys.readouterr().out.startswith(refused)
     assert [row["step"] for row in rows(tmp_path)] == [1]
     log.close()

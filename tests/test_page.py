@@ -11,7 +11,7 @@ from matplotlib import image
 
 from report.drawing import COLORS, show
 from report.history import read_history, series
-from report.page import SAMPLES, draw_losses, try_to_write_report, write_report
+from report.page import SAMPLES, draw_losses, try_to, write_report
 from scripts import report as report_script
 from storage.folder import RunFolder
 
@@ -225,7 +225,7 @@ def test_a_training_loss_that_is_no_measure_of_the_model_is_named_so(tmp_path, f
         for name, arguments in (("run", flags), ("other", {}))
     ]
     assert f"nats per token training{said} 2.5 validation 2.75" in report(runs[0]).words
-    draw_losses(runs[0], tmp_path / "loss.svg")
+    draw_losses(runs[:1], tmp_path / "loss.svg")
     assert f"<!-- training{said} 2.5 -->" in (tmp_path / "loss.svg").read_text()
     page = report(*runs)
     assert f"nats per token run{said} 2.5 other 2.5" in page.words  # training loss
@@ -242,7 +242,7 @@ def test_a_page_of_one_run_is_in_its_folder_and_of_several_in_out(tmp_path, caps
     rows = [train_row(1, loss=3.0), train_row(2), {"step": 2, "val_loss": 2}]
     run, other = (write_run(tmp_path / name, rows) for name in ("run", "other"))
     monkeypatch.chdir(tmp_path)  # the template is found from anywhere
-    draw_losses(run, Path("loss.png"))
+    draw_losses([run], Path("loss.png"))
     pixels = (image.imread("loss.png")[..., :3] * 255).round()
     for color in ((31, 95, 191), (194, 84, 10)):  # training, validation
         assert (pixels == color).all(-1).sum() > 20
@@ -253,14 +253,14 @@ def test_a_page_of_one_run_is_in_its_folder_and_of_several_in_out(tmp_path, caps
     assert "<h1>run, other</h1>" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
-def test_try_to_write_report_returns_the_path_or_why_there_is_no_report(tmp_path):
+def test_try_to_returns_the_path_or_why_there_is_no_report(tmp_path):
     run = RunFolder(write_run(tmp_path / "run", [train_row(1)]))
-    assert try_to_write_report([run.path], run.report) == str(run.report)
+    assert try_to(write_report, [run.path], run.report) == str(run.report)
     run.report.unlink()
     run.report.mkdir()
-    assert try_to_write_report([run.path], run.report).startswith("NOT WRITTEN: ")
+    assert try_to(write_report, [run.path], run.report).startswith("NOT WRITTEN: ")
     run.metrics.write_text("")
-    assert "has not logged a step yet" in try_to_write_report([run.path], run.report)
+    assert "has not logged a step yet" in try_to(write_report, [run.path], run.report)
 
 
 def test_a_wrong_argument_is_refused_in_one_line(tmp_path, monkeypatch, refusal):

@@ -33,6 +33,7 @@ from training.resume import (
     run_identity,
     saved_flags,
     set_aside,
+    settings_of,
     write_settings,
 )
 
@@ -376,7 +377,7 @@ def write(tmp_path, accelerator):
         (tmp_path / tokenizer).write_bytes(b"pieces")
         engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"train_batch_size": 24})
         data = SimpleNamespace(tokenizer_path=tmp_path / tokenizer, kind=args.dataset.kind)
-        write_settings(RunFolder(tmp_path), args, CONFIG, engine, data)
+        write_settings(RunFolder(tmp_path), settings_of(args, CONFIG, engine), data)
         return RunFolder(tmp_path)
 
     return write

@@ -14,12 +14,11 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, filter_trackers
 from torch import Tensor
 
-from common.atomic import write_whole
-from common.errors import UsageError
+from common.atomic import remove, write_whole
+from common.errors import UsageError, one_line, reported
 from engine.hardware import device_name, matrix_precision, peak_flops, peak_memory_bytes
 from model.experts import ROUTING
 from report.history import number, read_rows
-from storage.folder import read_settings
 from training.inputs import Inputs
 
 
@@ -110,8 +109,8 @@ class TrainingLog:
         self._unwritten = b""  # rows that could not be written yet
 
     def open(self) -> None:
-        """Open metrics.jsonl and the trackers; remove rows of steps that will be trained again."""
-        first, run = self.first_step, self.folder.path
+        """Open metrics.jsonl; remove rows of steps that will be trained again."""
+        first = self.first_step
         if self.accelerator.is_main_process:
             for path in filter(Path.exists, (self.folder.metrics, self.folder.samples)):
                 rows = read_rows(path) if first > 1 else []  # a new run starts with no row
@@ -120,18 +119,32 @@ class TrainingLog:
                 write_whole(path, "".join(lines))
             # Unbuffered, so that a killed run loses no row.
             self._file = open(self.folder.metrics, "ab", buffering=0)  # noqa: SIM115
+
+    def start_trackers(self, settings: dict) -> None:
+        """Start the trackers; only the main process calls this. Raises UsageError if one does not
+        start, such as wandb without a key; then the folder of a new run is deleted."""
+        first, run = self.first_step, self.folder.path
+        is_new = {path.name for path in run.iterdir()} <= {self.folder.lock.name, "base"}
         self.accelerator.log_with = filter_trackers(self.args.trackers, str(run))
         self.accelerator.project_configuration.logging_dir = str(run)
         # With the same id a resumed run continues its curves. SwanLab needs 21 letters and digits.
         shared = {"id": hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]}
-        shared |= {"resume": "allow", "config": read_settings(self.folder.settings)}
+        shared |= {"resume": "allow", "config": settings}
         options = {
             "tensorboard": {"purge_step": first},  # hides points of steps that are trained again
             "wandb": {"name": run.name, "dir": str(run), **shared},
             "swanlab": {"experiment_name": run.name, "logdir": str(run / "swanlog"), **shared},
         }
         project = "tensorboard" if self.args.trackers == ["tensorboard"] else "pretrain"
-        self.accelerator.init_trackers(project, None, options)
+        try:
+            self.accelerator.init_trackers(project, None, options)
+        except Exception as error:
+            if is_new:
+                remove(run)
+            said = f"--log_with {self.args.log_with}: a tracker does not start"
+            raise UsageError(
+                f"{said} ({one_line(error)}); --log_with none trains without"
+            ) from error
 
     def end_step(self, step: int, rate: float, grad_norm: float | Tensor, epoch: float) -> None:
         """Count an optimizer step that has ended; report if it is time."""
@@ -213,12 +226,10 @@ class TrainingLog:
             self._file.close()
 
     def _for_trackers(self, call: Callable[[GeneralTracker], None]) -> None:
-        """Call `call` with each tracker. Report an OSError, which must not stop training."""
+        """Call `call` with each tracker. Report an error, which must not stop training."""
         for tracker in self.accelerator.trackers:
-            try:
+            with reported(tracker.name, self.say):
                 call(tracker)
-            except OSError as error:
-                self.say(f"NOT WRITTEN by {tracker.name}: {error}")
 
     def _write(self, values: dict, section: str) -> None:
         """Add a row to metrics.jsonl and to the trackers. A full disk does not stop training."""

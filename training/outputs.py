@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.atomic import whole_folder
+from common.errors import reported
 from data.chat_template import encode_chat_prompt
 from data.conversations import Turn
 from data.shards import CONVERSATIONS, TEXT
@@ -21,7 +22,7 @@ from inference.sampling import Sampling
 from model import IGNORE_INDEX, Transformer
 from model.lora import merged_weights
 from report.history import read_history
-from report.page import draw_losses, final_numbers, try_to_write_report
+from report.page import draw_losses, final_numbers, try_to, write_report
 from storage.checkpoint import with_base
 from storage.find import BEST
 from storage.folder import RunFolder
@@ -60,26 +61,25 @@ def prompt_and_continuations(
 
 def write_sample(step: int, model: Transformer | None, inputs: Inputs, log: TrainingLog):
     """Append a sample to samples.jsonl, on the main process. A copy of the model generates the text
-    with its own random generator, so training does not change. A full disk does not end the run."""
+    with its own random generator, so training does not change. An error does not end the run."""
     if not log.accelerator.is_main_process:  # other ranks wait at the next collective operation
         return
-    decoder = Decoder(model, getattr(torch, inputs.args.dtype))
-    decoder.recorded = False  # no CUDA graph: no other thread may use the GPU during a recording
-    tokenizer = open_tokenizer(log.folder.path)  # not the tokenizer of --data, which may be newer
-    with torch.compiler.set_stance("force_eager"):  # do not compile for new shapes
-        prompt, (text,) = prompt_and_continuations(decoder, tokenizer, inputs)
-    row = json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
-    try:
+    with reported("SAMPLE", log.say):
+        decoder = Decoder(model, getattr(torch, inputs.args.dtype))
+        decoder.recorded = False  # no CUDA graph: no other thread may use the GPU meanwhile
+        tokenizer = open_tokenizer(log.folder.path)  # that of --data may be newer
+        with torch.compiler.set_stance("force_eager"):  # do not compile for new shapes
+            prompt, (text,) = prompt_and_continuations(decoder, tokenizer, inputs)
+        log.say(f"step {step}/{log.total_steps}  sample {(prompt + text)[:SHOWN]!r}")
+        row = json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
         with open(log.folder.samples, "a", encoding="utf-8") as file:
             file.write(f"{row}\n")
-    except OSError as error:
-        log.say(f"SAMPLE NOT WRITTEN: {error}")
-    log.say(f"step {step}/{log.total_steps}  sample {(prompt + text)[:SHOWN]!r}")
 
 
 def write_results(inputs: Inputs, weights: dict[str, Tensor], log: TrainingLog) -> None:
-    """Write weights (adapters merged in), adapters, sample.txt, loss.png and report.html; print
-    commands to try next. The folder of weights marks a run as finished."""
+    """Write weights (adapters merged in) and adapters; then sample.txt, loss.png and report.html,
+    each of which may fail in one line; print commands to try next. The folder of weights marks a
+    run as finished."""
     run, config, lora = inputs.start.folder, inputs.config, inputs.shapes.lora
     if lora:
         with whole_folder(run.adapter) as folder:
@@ -89,24 +89,24 @@ def write_results(inputs: Inputs, weights: dict[str, Tensor], log: TrainingLog) 
         save_portable(folder, config, dict(merged_weights(with_base(run, weights, lora), lora)))
         copy_tokenizer(run.tokenizer, folder)
         _copy_template(run, folder)
+    path = shlex.quote(str(run.path))
+    next_command = f"scripts.{'chat' if run.template.exists() else 'generate'} {path}"
+    with reported("SAMPLE", log.say):
         # Generate the sample from the new files, to check that they can be used.
-        model, tokenizer = load_portable(folder), open_tokenizer(folder)
+        model, tokenizer = load_portable(run.weights), open_tokenizer(run.weights)
         prompt, texts = prompt_and_continuations(model, tokenizer, inputs, CONTINUATIONS)
+        if not run.template.exists():
+            next_command += " --prompt " + shlex.quote(prompt.replace("\n", " "))
         samples = "".join(f"--- sample {i} ---\n{prompt}{x}\n" for i, x in enumerate(texts, 1))
+        log.say(f"\nthe model's continuations of {prompt!r}:\n{samples}")
         run.sample.write_text(samples, encoding="utf-8")
-        draw_losses(run.path, run.loss_picture)
-    path, prompt_flag = shlex.quote(str(run.path)), shlex.quote(prompt.replace("\n", " "))
-    next_command = f"scripts.chat {path}"
-    if not run.template.exists():
-        next_command = f"scripts.generate {path} --prompt {prompt_flag}"
+    with reported("BEST LOSS", log.say):
+        if best := final_numbers(read_history(run.path)).get("best validation loss"):
+            log.say(f"best validation loss {best}: {run.path}{BEST}")
     adapter = f"adapter:    {run.adapter}, in PEFT's format (base weights: {run.base})\n"
-    best = final_numbers(read_history(run.path)).get("best validation loss", "")
-    best = best and f"best validation loss {best}: {run.path}{BEST}\n"
     log.say(
-        f"\n{best}"
-        f"\nthe model's continuations of {prompt!r}:\n{samples}\n"
-        f"loss curve: {run.loss_picture}\n"
-        f"report:     {try_to_write_report([run.path], run.report)}\n"
+        f"loss curve: {try_to(draw_losses, [run.path], run.loss_picture)}\n"
+        f"report:     {try_to(write_report, [run.path], run.report)}\n"
         f"weights:    {run.weights}\n{adapter if lora else ''}\n"
         f"next: {python()} -m {next_command}\n"
         f"      {python()} -m scripts.evaluate {path}\n"
@@ -124,5 +124,5 @@ def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
     state, command = "saved" if saved else "NOT SAVED", "nothing has been saved so far"
     if run.latest.exists():
         command = f"to go on:\n  {how_to_resume(run.path)}"
-    print(f"report: {try_to_write_report([run.path], run.report)}")
+    print(f"report: {try_to(write_report, [run.path], run.report)}")
     print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 from torch import nn
 
+from common.errors import one_line
 from training.arguments import TrainingArguments
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -64,8 +65,8 @@ class StepProfiler:
             self._trace.export_chrome_trace(str(path))
             for old in sorted(self.folder.glob(f"step-*-{rank}.json.gz"))[:-KEPT_TRACES]:
                 old.unlink()
-        except OSError as error:
-            trace = f"TRACE NOT WRITTEN: {error}"
+        except Exception as error:  # a trace must not end a run
+            trace = f"TRACE NOT WRITTEN: {one_line(error)}"
         line = f"profile of step {step}: {total:.3f} s  {'  '.join(shares)}  {trace}"
         return seconds | {"step": total}, line
 

@@ -185,10 +185,8 @@ def set_aside(start: StartingPoint) -> None:
             print(f"set aside {path}: the run goes on from step {start.step}", flush=True)
 
 
-def write_settings(
-    run: RunFolder, args: TrainingArguments, config: LMConfig, engine: Engine, data: TokenStream
-) -> None:
-    """Write settings.json and the tokenizer; for conversations, the chat template too."""
+def settings_of(args: TrainingArguments, config: LMConfig, engine: Engine) -> dict:
+    """Return the content of settings.json."""
     settings = {
         "program": args.program,
         "started": time.time(),  # decides which run `auto` is; see storage/find.py
@@ -202,7 +200,12 @@ def write_settings(
         "packages": {x: version(x) for x in PACKAGES if find_spec(x)}
         | {"python": platform.python_version()},
     }
-    write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
+    return json.loads(json.dumps(settings, default=str))
+
+
+def write_settings(run: RunFolder, settings: dict, data: TokenStream) -> None:
+    """Write settings.json and the tokenizer; for conversations, the chat template too."""
+    write_whole(run.settings, json.dumps(settings, indent=2) + "\n")
     for name in (*TOKENIZER_FILES, run.template.name):  # delete the files of an earlier launch
         (run.path / name).unlink(missing_ok=True)
     copy_tokenizer(data.tokenizer_path, run.path)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from common.errors import UsageError
+from common.errors import UsageError, reported
 from data.dataset import WithNoise
 from data.order import MicroBatchSampler
 from data.shards import TEXT
@@ -258,7 +258,8 @@ class Run:
             if self.interrupted:
                 return None
             if step == self.total_steps and data.kind == TEXT and self.engine.is_main:
-                result |= yardsticks(data, open_tokenizer(self.folder.path))
+                with reported("gzip AND xz", self.log.say):
+                    result |= yardsticks(data, open_tokenizer(self.folder.path))
         self.log.validation(step, result)
         return result["loss"] if math.isfinite(result["loss"]) else None
 
@@ -291,21 +292,24 @@ class Run:
         return saved
 
     def finish(self) -> None:
-        """Write the results. After a stop request, print how to resume the run instead."""
+        """Write the results; then raise UsageError if the last save failed. After a stop request,
+        print how to resume the run instead."""
         if self.stopped:
             saved = self.close()
             if self.engine.is_main:
                 say_stopped(self.folder, *self.stopped, saved)
             end_stopped([self.engine], saved)
         else:
-            self.write_results()
+            saved = self.write_results()
             self.accelerator.end_training()
+            if not saved:
+                raise UsageError(f"{self.folder.path}: the last checkpoint was not saved")
 
-    def write_results(self) -> None:
-        """Write weights, sample and report. Then raise UsageError if the last save failed."""
+    def write_results(self) -> bool:
+        """Write weights, then sample and report; close the trackers. Return whether the last
+        checkpoint is saved."""
         weights = self.state.weights()
-        saved = self.close()
+        self.checkpointer.wait()
         if self.engine.is_main:
             write_results(self.inputs, weights, self.log)
-        if not saved:
-            raise UsageError(f"{self.folder.path}: the last checkpoint was not saved")
+        return self.close()

@@ -25,7 +25,13 @@ from training.failures import one_line_failures
 from training.inputs import Inputs, find_inputs
 from training.interruption import LIVES_ON, SIGNALS, StopRequest
 from training.log import require_trackers
-from training.resume import changes_since_stop, decided_arguments, set_aside, write_settings
+from training.resume import (
+    changes_since_stop,
+    decided_arguments,
+    set_aside,
+    settings_of,
+    write_settings,
+)
 from training.run import Run
 from training.start_block import start_block, warnings
 
@@ -115,11 +121,13 @@ def set_up_together(
         name = each.args.run_name if len(models) > 1 else ""
         if run := start_run(each, engine, stop, name, kind):
             runs[run] = random_state(engine.accelerator.device)
+    settings = {run: settings_of(run.args, run.inputs.config, run.engine) for run in runs}
+    for run in runs:
+        on_main_process(run.engine, partial(run.log.start_trackers, settings[run]))
     for run in runs:  # rename checkpoints and write settings after all runs are set up
         if run.engine.is_main:
             set_aside(run.inputs.start)
-            data = run.inputs.train_set
-            write_settings(run.folder, run.args, run.inputs.config, run.engine, data)
+            write_settings(run.folder, settings[run], run.inputs.train_set)
         run.log.open()
     if not runs:
         engines[0].accelerator.end_training()

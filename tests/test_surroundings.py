@@ -1,0 +1,115 @@
+"""Trouble beside training: whatever decorates a run, its weights are written first and stay."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.tracking import TensorBoardTracker
+from conftest import REPOSITORY, TINY, pack
+
+from storage.checkpoint import RunFolder
+from storage.find import PRETRAINING
+
+PROGRAMS = {
+    "train_pretrain_accelerate": (),
+    "train_sft_accelerate": ("--sample_interval", "1"),
+    "train_distillation_accelerate": ("--sample_interval", "1"),
+    "train_several_accelerate": (),
+}
+
+
+@pytest.fixture
+def train(packed, tmp_path):
+    """Trains `name` for two steps with a program in this process; returns the run's folder."""
+
+    def train(program: str, name: str, *flags: str) -> RunFolder:
+        data, named = packed, ["--run_name", name]
+        if program == "train_several_accelerate":
+            (tmp_path / f"{name}.json").write_text("{}")
+            named = ["--model", str(tmp_path / f"{name}.json")]
+        if program == "train_sft_accelerate":
+            chat, data = tmp_path / "chat.jsonl", tmp_path / "chat"
+            rows = [{"prompt": f"{i} + 1 =", "response": f"{i + 1}"} for i in range(40)]
+            chat.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            how = {"kind": "conversations", "vocab_size": None, "tokenizer": str(packed)}
+            pack(chat, data, val_fraction=0.2, **how)
+        words = [*TINY, "--max_steps", "2", "--data", str(data), "--out_dir", str(tmp_path)]
+        importlib.import_module(program).main([*words, *named, *PROGRAMS.get(program, ()), *flags])
+        return RunFolder(tmp_path / name)
+
+    return train
+
+
+@pytest.fixture
+def source(train, tmp_path) -> dict[str, list[str]]:
+    """Program → flags that name a trained model, if the program needs one."""
+    trained = train(Path(PRETRAINING).stem, "source", "--eval_interval", "0")
+    found = {"sft": "--init_from", "distillation": "--teacher"}
+    return {f"train_{k}_accelerate": [v, str(trained.path)] for k, v in found.items()}
+
+
+def fail(*args, **options):
+    raise LookupError("two\nlines")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_failure_of_what_decorates_a_run_is_one_line(train, source, monkeypatch, capsys, program):
+    for name in ("draw_losses", "write_report", "prompt_and_continuations", "final_numbers"):
+        monkeypatch.setattr(f"training.outputs.{name}", fail)
+    monkeypatch.setattr("training.run.yardsticks", fail)
+    monkeypatch.setattr("train_several_accelerate.write_report", fail)
+    for name in ("log", "finish"):
+        monkeypatch.setattr(TensorBoardTracker, name, fail)
+    run = train(program, "run", "--log_with", "tensorboard", *source.get(program, []))
+    said = capsys.readouterr().out
+    for what in ("SAMPLE ", "BEST LOSS ", "tensorboard ", "loss curve: ", "report:     "):
+        assert f"{what}NOT WRITTEN: two lines\n" in said
+    assert ("gzip AND xz NOT WRITTEN" in said) is ("sft" not in program)
+    assert (run.weights / "model.safetensors").exists()
+    assert run.checkpoint(2).exists()
+
+
+def test_a_tracker_that_does_not_start_leaves_the_name_of_the_run_free(
+    train, monkeypatch, capsys, tmp_path
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorBoardTracker, "start", fail)
+        with pytest.raises(SystemExit) as ended:
+            train("train_pretrain_accelerate", "run", "--log_with", "tensorboard")
+    assert ended.value.code == 2
+    said = "--log_with tensorboard: a tracker does not start (two lines); --log_with none"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    run = train("train_pretrain_accelerate", "run", "--log_with", "tensorboard")
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    monkeypatch.setattr(TensorBoardTracker, "start", fail)
+    more = ["--log_with", "tensorboard", "--max_steps", "3", "--resume", "auto"]
+    with pytest.raises(SystemExit):  # a resumed run stays as it is
+        train("train_pretrain_accelerate", "run", *more)
+    after = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    assert {path for path in before if before[path] != after.get(path)} <= {run.lock}
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [{"MPLBACKEND": "module://no_such_package.inline"}, {"MPLBACKEND": "nonsense"}, {"HOME": ""}],
+)
+def test_charts_are_drawn_in_any_surroundings(tmp_path, surroundings):
+    """A user without a home directory is not in the system's list of users."""
+    script = (
+        "import pwd, os\n"
+        "if not os.environ['HOME']:\n"
+        "    del os.environ['HOME']\n"
+        "    pwd.getpwuid = {}.__getitem__\n"
+        "from report.drawing import Chart, Curve, draw, plot\n"
+        "chart = Chart('loss', '', '', curves=[Curve('a', [(1, 2.0)], 0, None)])\n"
+        "plot(chart).savefig('loss.png')\n"
+        "assert '</svg>' in draw(chart)\n"
+    )
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)} | surroundings
+    subprocess.run([sys.executable, "-c", script], env=environ, cwd=tmp_path, check=True)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
