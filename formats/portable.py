@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -59,7 +60,8 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         found = re.search(r"os error (\d+)", str(error))
         number = int(found[1]) if found else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from error
-    path.chmod(mode)
+    with suppress(OSError):  # a mounted bucket or share may refuse it
+        path.chmod(mode)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

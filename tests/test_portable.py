@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,18 @@ def test_a_saved_model_comes_back_with_equal_logits(tmp_path, tie_embeddings):
     assert sum(tensor.numel() for tensor in stored.values()) == model.num_parameters()
     assert json.loads((out / CONFIG_FILE).read_text()) == model.config.to_dict()
     assert (out / WEIGHTS_FILE).stat().st_mode == (out / CONFIG_FILE).stat().st_mode
+
+
+def test_a_disk_that_refuses_other_permissions_gets_the_weights(tmp_path, monkeypatch):
+    """Mounted buckets and shares do so."""
+
+    def refuse(*args, **options):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    model = transformer()
+    save_portable(tmp_path, model.config, weights_of(model))
+    assert torch.equal(load_portable(tmp_path)(TOKENS).logits, model(TOKENS).logits)
 
 
 K, NORM = "layers.1.attention.wk.weight", "norm.weight"
