@@ -55,6 +55,14 @@ def test_signals_request_a_stop_and_later_ones_exit_at_once(request_of, clock, e
     assert exit_codes == [128 + signal.SIGTERM]
 
 
+def test_a_hangup_stays_ignored_under_nohup(request_of, exit_codes):
+    request_of()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = request_of()
+    signal.raise_signal(signal.SIGHUP)
+    assert stop.reason() is None
+
+
 def test_a_later_interrupt_ends_no_kernel_of_a_notebook(request_of, clock, exit_codes, monkeypatch):
     monkeypatch.setenv(interruption.LIVES_ON, "1")
     request_of()
@@ -76,12 +84,12 @@ def test_the_next_save_is_due_save_minutes_after_the_last_save(request_of, clock
 
 
 def test_a_request_to_one_rank_makes_all_ranks_stop_or_save(request_of, clock, monkeypatch):
-    others = [0]
-    monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, *others, 0))
+    others = []
+    monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, *others))
     stop = request_of(save_minutes=0.5, rank=1)
     clock.now += 1e9  # only the main process decides when to save
     for requests, reason, saves in (
-        ([0], None, False),
+        ([interruption.NOTHING], None, False),
         ([interruption.SAVE], None, True),
         ([interruption.SAVE, signal.SIGINT], "SIGINT", False),  # a stop saves too
         ([signal.SIGTERM, interruption.TIME_LIMIT], "the time limit", False),

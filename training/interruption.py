@@ -11,14 +11,16 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from common.errors import handle
 from common.launcher import LAUNCHER_ENDED
 from engine.engine import Engine
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, LAUNCHER_ENDED)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, LAUNCHER_ENDED)
 SAME_REQUEST_SECONDS = 2.0  # after Ctrl-C, terminal and launcher may both send a signal
 LIVES_ON = "PROCESS_LIVES_ON"  # environment variable: set if the process goes on after the run
 STOP_NOTE = "STOP_NOTE"  # environment variable: file to create when a stopped run is saved
-SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange; a signal's code is its number
+# Codes that ranks exchange: the largest counts. A signal's code is its number, 1 for SIGHUP.
+NOTHING, SAVE, TIME_LIMIT = -1, 0, 1000
 REASONS = {TIME_LIMIT: "the time limit", LAUNCHER_ENDED: "the end of its launcher"}
 
 
@@ -33,8 +35,7 @@ class StopRequest:
         self.save_seconds = 60 * (save_minutes or math.inf)
         self._signal, self._signalled_at = 0, 0.0  # the first signal and its time
         self.saved()
-        for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+        handle(SIGNALS, self._on_signal)
 
     def saved(self) -> None:
         """Restart the clock of --save_minutes, because a save has begun."""
@@ -44,8 +45,9 @@ class StopRequest:
     def reason(self) -> str | None:
         """Return the reason to stop or None; set `time_to_save`. Every process must call this."""
         now = time.monotonic()
-        code = self._signal or TIME_LIMIT * (now > self.deadline)
-        code = self.engine.largest(code or SAVE * (self.engine.is_main and now > self._save_at))
+        mine = SAVE if self.engine.is_main and now > self._save_at else NOTHING
+        mine = TIME_LIMIT if now > self.deadline else mine
+        code = self.engine.largest(self._signal or mine)
         self.time_to_save = code == SAVE
         if code <= SAVE:
             return None

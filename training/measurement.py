@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from common.errors import handle
 from training.arguments import TrainingArguments, as_arguments
 from training.failures import one_line_failures
 from training.interruption import SIGNALS
@@ -140,8 +141,7 @@ def measure(
         args, settings = as_arguments(flags | QUIET | {"out_dir": folder}, kind)
         with one_line_failures(args, settings):
             run = set_up(args, settings, partial(TimedRun, threads=threads, seconds=seconds))
-            for number in SIGNALS:  # a signal ends the measurement at once
-                signal.signal(number, signal.SIG_DFL)
+            handle(SIGNALS, signal.SIG_DFL)  # a signal ends the measurement at once
             try:
                 importlib.import_module(kind.program.removesuffix(".py")).train(run)
             finally:

@@ -135,7 +135,10 @@ def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_p
 
 @pytest.mark.parametrize(
     ("engine", "processes", "name"),
-    [("plain", 1, "SIGINT"), ("zero2", 2, "SIGTERM"), ("zero2", 2, "SIGUSR1")],
+    [
+        *(("plain", 1, "SIGINT"), ("plain", 1, "SIGHUP")),
+        *(("zero2", 2, "SIGTERM"), ("zero2", 2, "SIGUSR1")),
+    ],
 )
 def test_a_signal_to_one_rank_saves_on_all_and_prints_the_command_that_resumes(
     packed, tmp_path, engine, processes, name
