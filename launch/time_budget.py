@@ -40,7 +40,7 @@ MOST_PASSES = 10  # over a text, assumed
 MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/encoding.py)
 MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
-CHAT_BATCH = 2048  # about so many tokens of conversations per process in a step
+CHAT_BATCH = 4096  # about so many tokens of conversations per process in a step
 LOG_LINES = 50  # log lines in a run, approximately
 # Compiling is tried if it pays off when it saves this share of a step and takes so many seconds.
 # The run loads the compiled code again, which takes about CACHED_SECONDS.
