@@ -12,6 +12,7 @@ same steps.
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -153,8 +154,9 @@ class Runs:
             if self.first.engine.is_main:
                 step, reason = self.first.stopped
                 state = "saved" if all(each_saved) else "NOT ALL SAVED"
-                print(f"stopped by {reason} after step {step}, {state}; to go on:")
-                print(f"  {how_to_resume('auto')}", flush=True)
+                with suppress(OSError):  # a terminal that was closed
+                    print(f"stopped by {reason} after step {step}, {state}; to go on:")
+                    print(f"  {how_to_resume('auto')}", flush=True)
             end_stopped([run.engine for run in self.all], all(each_saved))
             return
         unsaved = []

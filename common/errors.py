@@ -70,7 +70,7 @@ def stop_in_order() -> None:
 
 
 def _nobody_reads() -> bool:
-    """Return True if the reader of stdout has closed its end of the pipe."""
+    """Return True if the reader of stdout has closed its end of the pipe, or the terminal."""
     output = select.poll()
     output.register(STDOUT, 0)  # 0: report errors only
     return bool(output.poll(0))
@@ -84,8 +84,9 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         yield
         print(end="", flush=True)  # not sys.stdout.flush(): a shell may have closed stdout
     except Exception as error:
-        unread = isinstance(error, BrokenPipeError) and _nobody_reads()
-        disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        number = error.errno if isinstance(error, OSError) else None
+        unread = number in (errno.EPIPE, errno.EIO) and _nobody_reads()  # EIO: of a terminal
+        disk_full = number in (errno.ENOSPC, errno.EDQUOT)
         if not unread and not disk_full and not isinstance(error, expected):
             raise
         try:

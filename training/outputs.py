@@ -119,10 +119,11 @@ def _copy_template(run: RunFolder, folder: Path) -> None:
         shutil.copyfile(run.template, folder / run.template.name)
 
 
-def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
+def say_stopped(log: TrainingLog, step: int, reason: str, saved: bool) -> None:
     """Print why a run stopped before its end, whether it is saved, and how to resume it."""
-    state, command = "saved" if saved else "NOT SAVED", "nothing has been saved so far"
+    run, state = log.folder, "saved" if saved else "NOT SAVED"
+    command = "nothing has been saved so far"
     if run.latest.exists():
         command = f"to go on:\n  {how_to_resume(run.path)}"
-    print(f"report: {try_to(write_report, [run.path], run.report)}")
-    print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)
+    log.say(f"report: {try_to(write_report, [run.path], run.report)}")
+    log.say(f"stopped by {reason} after step {step}, {state}; {command}")

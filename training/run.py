@@ -297,7 +297,7 @@ class Run:
         if self.stopped:
             saved = self.close()
             if self.engine.is_main:
-                say_stopped(self.folder, *self.stopped, saved)
+                say_stopped(self.log, *self.stopped, saved)
             end_stopped([self.engine], saved)
         else:
             saved = self.write_results()
