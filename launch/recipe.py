@@ -42,7 +42,6 @@ class Task:
     most_passes: float  # over the text
     samples: int = 0  # sequences of a validation, if time allows
     validates_first: bool = False  # also before the first step, as fine-tuning does
-    batch: float | None = None  # tokens per step of all processes; None: the run's tokens decide
     processes: int = 1
     typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
 
@@ -178,8 +177,7 @@ def plan_for(task: Task, model: Candidate, speed: Speed) -> Plan:
     left = task.seconds - (evaluations + task.validates_first) * samples * sample_seconds
     affordable = max(0, left) / speed.micro_batch * together  # tokens
     wanted = max(together, min(affordable, task.most_passes * task.tokens))
-    batch = task.batch or BATCH * max(1, wanted / BATCH_UNTIL) ** BATCH_RISE
-    batch = min(batch, wanted / LEAST_STEPS)
+    batch = min(BATCH * max(1, wanted / BATCH_UNTIL) ** BATCH_RISE, wanted / LEAST_STEPS)
     accumulation = typed.get("accumulation_steps", max(1, round(batch / together)))
     if "max_steps" in typed:
         steps = typed["max_steps"]

@@ -40,7 +40,6 @@ MOST_PASSES = 10  # over a text, assumed
 MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/encoding.py)
 MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
-CHAT_BATCH = 4096  # about so many tokens of conversations per process in a step
 LOG_LINES = 50  # log lines in a run, approximately
 # Compiling is tried if it pays off when it saves this share of a step and takes so many seconds.
 # The run loads the compiled code again, which takes about CACHED_SECONDS.
@@ -94,7 +93,6 @@ class TimeBudget:
         )
         self.muon = self.kind.takes_muon and typed.get("optimizer") != "adamw"
         self.fixed = inputs.source is not None  # existing weights decide the shape
-        self.talks = inputs.train_set.kind == CONVERSATIONS
         self.knows_steps = not {"max_steps", "epochs"}.isdisjoint(typed)
         self.compiles: bool | None = None  # None: the training program decides
         self.started = psutil.Process().create_time()
@@ -133,7 +131,7 @@ class TimeBudget:
         shapes = shapes_of(config, args)
         length = config.max_seq_len if data.lengths is None else data.tokens_per_sample
         tokens = GPU_TOKENS if self.device.type == "cuda" else recipe.BATCH / self.processes
-        rows = max(1, round((CHAT_BATCH if self.talks else tokens) / length))
+        rows = max(1, round(tokens / length))
         fitting = self.meter.largest_rows(shapes, self.processes)
         rows = self.typed.get("batch_size", min(rows, fitting))
         rows = rows if rows <= fitting else 0
@@ -171,13 +169,13 @@ class TimeBudget:
         """Describe the data of the run and its time."""
         args, data, val = self.inputs.args, self.inputs.train_set, self.inputs.val_set
         most = MOST_PASSES_SEGMENTED if data.segmentations > 1 else MOST_PASSES
+        most = MOST_PASSES_CHAT if data.kind == CONVERSATIONS else most
         return recipe.Task(
             seconds=self.left(),
             tokens=data.samples_per_epoch * data.tokens_per_sample,
-            most_passes=MOST_PASSES_CHAT if self.talks else most,
+            most_passes=most,
             samples=min(len(val), args.eval_samples or len(val)) if val else 0,
             validates_first=self.request.stage == "sft",
-            batch=CHAT_BATCH * self.processes if self.talks else None,
             processes=self.processes,
             typed=self.typed,
         )
