@@ -119,10 +119,11 @@ def main(words: list[str]) -> list[str]:
     typed = vars(parser.parse_args(words))
     decided = with_launcher_settings(typed, request.launcher_words(processes))
     words = [*as_words({k: v for k, v in decided.items() if k not in typed}), *words]
-    announce_preparation(request)
-    words = [*request.data_flags(), *words]
+    saved = saved_flags(typed, request.kind)  # refuses a resume before text is prepared
+    if not saved:
+        announce_preparation(request)
+    words = [*request.data_flags(saved), *words]
     typed = vars(parser.parse_args(words))
-    saved = saved_flags(typed, request.kind)
     if "dtype" not in typed | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
         print("--dtype float32, because this CPU would emulate bf16")
         words, typed["dtype"] = ["--dtype", "float32", *words], "float32"

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from common.errors import ReportedError, UsageError
+from data.corpus import SUFFIXES, find_files
 from data.prepare import default_out
 from training.arguments import DistillationArguments, SFTArguments, TrainingArguments
+from training.resume import require_text_of_run
 
 # STAGE → the training program's arguments, and the variables that the stage does not use.
 STAGES = {
@@ -111,10 +113,14 @@ class ShellVariables:
         """True if prepared data is typed: --data."""
         return any(word.partition("=")[0] == "--data" for word in self.flags)
 
-    def data_flags(self) -> list[str]:
-        """Prepare text for pretraining; return the flags that name the data or the teacher. Raises
-        UsageError if preparing fails, or if --data is given with DATA or PREPARE_FLAGS."""
+    def data_flags(self, saved: dict) -> list[str]:
+        """Prepare text for pretraining; return the flags that name the data or the teacher. A run
+        that is resumed goes on with its own data; `saved` are its flags. Raises UsageError if
+        preparing fails, if --data is given with DATA or PREPARE_FLAGS, or if these two name other
+        data than the run's."""
         if self.stage == "sft":  # prepared by the training program, which knows the tokenizer
+            if saved and not self.get("CHAT"):
+                return []
             return ["--conversations", self.get("CHAT", "builtin")]
         if self.stage == "distill":  # the teacher decides the data
             return ["--teacher", self.get("TEACHER", "auto")]
@@ -125,6 +131,12 @@ class ShellVariables:
                 raise UsageError(f"{both}: leave out --data, or both variables")
             return []
         folder = str(default_out(text, more))
+        if data := saved.get("data"):
+            if self.get("DATA") or more:
+                named = " and ".join(name for name in ("DATA", "PREPARE_FLAGS") if self.get(name))
+                run = Path(saved["out_dir"], saved["run_name"])
+                require_text_of_run(named, find_files(text, SUFFIXES), Path(folder), data, run)
+            return []
         command = [sys.executable, "-m", "scripts.prepare_data"]
         if "--tokenizer" not in more:  # data of another tokenizer is prepared again
             command.append("--reuse")  # data that was prepared by older defaults is kept

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY, error_of
+from conftest import REPOSITORY, error_of, pack
 from small_model import save_model
 from test_resume_choice import make_run
 
@@ -184,13 +184,36 @@ def test_a_run_to_resume_is_checked_with_the_flags_that_are_not_typed(packed, ru
     assert main(typed)[-5:] == ["train_pretrain_accelerate.py", *typed]
 
 
-@pytest.mark.parametrize("typed", ["--dimm 4", "--batch_size 0", "--dtype float17"])
+@pytest.mark.parametrize(
+    "typed", ["--dimm 4", "--batch_size 0", "--dtype float17", "--resume no/run"]
+)
 def test_a_mistake_is_refused_before_text_is_prepared(monkeypatch, typed):
-    monkeypatch.setattr(ShellVariables, "data_flags", lambda _: pytest.fail("prepares text"))
+    monkeypatch.setattr(ShellVariables, "data_flags", lambda *_: pytest.fail("prepares text"))
     with pytest.raises(UsageError, match=typed.split()[0]):
         preflight.main(typed.split())
     monkeypatch.setitem(os.environ, "CONFIG", "none.yaml")
     assert "none.yaml" in error_of(preflight.main, [])
+
+
+def test_the_data_of_a_resumed_run_stays_and_other_data_is_refused(corpus, tmp_path, monkeypatch):
+    text, out = tmp_path / "mine.jsonl", tmp_path / "out" / "data" / "mine"
+    shutil.copy(corpus, text)
+    pack(text, out)
+    saved = RunFolder(make_run(tmp_path / "runs" / "saved", 10))
+    saved.settings.write_text(json.dumps({"arguments": {"data": str(out)}}), encoding="utf-8")
+    monkeypatch.setattr("launch.shell_variables.default_out", lambda *_: out)
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("prepares text"))
+    words = ["--resume", str(saved.path)]
+    assert main(words)[-2:] == words
+    monkeypatch.setitem(os.environ, "DATA", str(text))
+    os.utime(text, (0, 0))  # the same text
+    assert main(words)[-2:] == words
+    with open(text, "a", encoding="utf-8") as file:
+        file.write('{"text": "one more"}\n')
+    said = error_of(main, words)
+    assert said.startswith(f"DATA: not what {saved.path} was trained on; its data stays in {out}.")
+    assert f"pass --data {out} instead" in said
+    assert f"--init_from {saved.path}" in said
 
 
 def test_a_resumed_run_keeps_its_precision_on_a_cpu_that_emulates_bf16(flags, run_of, monkeypatch):

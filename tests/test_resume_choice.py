@@ -308,7 +308,7 @@ def test_a_typed_flag_replaces_the_flag_of_the_run_that_decides_the_same(decided
     assert decided("", saved)["max_steps"] == 9
     prepared = {"data": str(tmp_path), "conversations": "my.jsonl"}
     for flags, data, conversations in (
-        ("", None, "my.jsonl"),  # prepared again, if they have changed
+        ("", str(tmp_path), "my.jsonl"),
         ("--data mine", "mine", "builtin"),
         ("--conversations new.jsonl", None, "new.jsonl"),
     ):

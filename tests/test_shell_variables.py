@@ -75,12 +75,14 @@ def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
 
 
 def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
-    assert ShellVariables({}, ["--data=out/data/mine"]).data_flags() == []
+    assert ShellVariables({}, ["--data=out/data/mine"]).data_flags({}) == []
     with pytest.raises(UsageError, match="excludes DATA"):
-        ShellVariables({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags()
-    chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags()
+        ShellVariables({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags({})
+    chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags({})
     assert chat == ["--conversations", "my.jsonl"]
-    assert ShellVariables({"STAGE": "distill"}, []).data_flags() == ["--teacher", "auto"]
+    assert ShellVariables({"STAGE": "distill"}, []).data_flags({}) == ["--teacher", "auto"]
+    for stage in ("pretrain", "sft"):  # a resumed run has its data
+        assert ShellVariables({"STAGE": stage}, []).data_flags({"data": "out/data/mine"}) == []
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_text_is_prepared_with_typed_flags(monkeypatch, flags, reuse):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(shell_variables.subprocess, "run", run)
-    _, folder = ShellVariables({"DATA": "my.txt", "PREPARE_FLAGS": flags}, []).data_flags()
+    _, folder = ShellVariables({"DATA": "my.txt", "PREPARE_FLAGS": flags}, []).data_flags({})
     args = parse_arguments(commands[0][3:])
     assert (args.data, str(args.out)) == ("my.txt", folder)
     assert (args.reuse, args.overwrite) == (reuse, True)

@@ -22,6 +22,13 @@ PROGRAMS = {
 }
 
 
+def write_chat(folder: Path, n: int = 40) -> Path:
+    """Write a file of `n` conversations."""
+    rows = [{"prompt": f"{i} + 1 =", "response": f"{i + 1}"} for i in range(n)]
+    (folder / "chat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder / "chat.jsonl"
+
+
 @pytest.fixture
 def train(packed, tmp_path):
     """Trains `name` for two steps with a program in this process; returns the run's folder."""
@@ -32,11 +39,9 @@ def train(packed, tmp_path):
             (tmp_path / f"{name}.json").write_text("{}")
             named = ["--model", str(tmp_path / f"{name}.json")]
         if program == "train_sft_accelerate":
-            chat, data = tmp_path / "chat.jsonl", tmp_path / "chat"
-            rows = [{"prompt": f"{i} + 1 =", "response": f"{i + 1}"} for i in range(40)]
-            chat.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            data = tmp_path / "chat"
             how = {"kind": "conversations", "vocab_size": None, "tokenizer": str(packed)}
-            pack(chat, data, val_fraction=0.2, **how)
+            pack(write_chat(tmp_path), data, val_fraction=0.2, **how)
         words = [*TINY, "--max_steps", "2", "--data", str(data), "--out_dir", str(tmp_path)]
         importlib.import_module(program).main([*words, *named, *PROGRAMS.get(program, ()), *flags])
         return RunFolder(tmp_path / name)
@@ -92,6 +97,26 @@ def test_a_tracker_that_does_not_start_leaves_the_name_of_the_run_free(
         train("train_pretrain_accelerate", "run", *more)
     after = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     assert {path for path in before if before[path] != after.get(path)} <= {run.lock}
+
+
+def test_a_resumed_run_keeps_its_conversations_when_their_file_has_grown(
+    source, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    main = importlib.import_module("train_sft_accelerate").main
+    flags = [*TINY, "--eval_interval", "0", "--out_dir", str(tmp_path), "--run_name", "run"]
+    typed = ["--conversations", str(write_chat(tmp_path))]
+    main([*flags, *typed, "--max_steps", "2", *source["train_sft_accelerate"]])
+    (data,) = Path("out/data").glob("chat-*-chat")
+    before = {path: path.read_bytes() for path in data.iterdir()}
+    write_chat(tmp_path, 50)
+    with pytest.raises(SystemExit) as ended:
+        main([*flags, *typed, "--max_steps", "3", "--resume", "auto"])
+    assert ended.value.code == 2
+    assert f"--conversations: not what {tmp_path / 'run'} was" in capsys.readouterr().err
+    main([*flags, "--max_steps", "3", "--resume", "auto"])
+    assert RunFolder(tmp_path / "run").checkpoint(3).exists()
+    assert {path: path.read_bytes() for path in data.iterdir()} == before
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import torch
 
 from common.errors import ReportedError, UsageError
 from data.conversation_set import ConversationRows, ConversationSet
+from data.conversations import SUFFIXES
+from data.corpus import find_files
 from data.dataset import NothingFitsError, TokenStream
 from data.prepare import conversations_out
 from data.shards import CONVERSATIONS
@@ -30,11 +32,13 @@ from model import LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES
 from model.output import OutputLayer
 from storage.find import PRETRAINING, data_of, name_of
+from storage.folder import read_settings
 from storage.weights import WeightsFolder
 from training.arguments import SFTArguments, TrainingArguments
 from training.resume import (
     StartingPoint,
     find_starting_point,
+    require_text_of_run,
     resumed_arguments,
     run_identity,
 )
@@ -183,7 +187,7 @@ def choose_sources(args: TrainingArguments, model_settings: dict, claims: bool) 
         name = name_of(args.teacher, out, PRETRAINING)
         teacher = TeacherWeights.find(replace(args, teacher=name))
         settings = {"max_seq_len": teacher.training_length} | settings
-    return start, source, teacher, settings, prepared_data(args, source, teacher)
+    return start, source, teacher, settings, prepared_data(args, start, source, teacher)
 
 
 def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
@@ -200,15 +204,24 @@ def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
 
 
 def prepared_data(
-    args: TrainingArguments, source: WeightsFolder | None, teacher: TeacherWeights | None
+    args: TrainingArguments,
+    start: StartingPoint,
+    source: WeightsFolder | None,
+    teacher: TeacherWeights | None,
 ) -> str:
     """Return the folder of prepared data; prepare conversations or a missing built-in corpus first.
-    Raises UsageError if preparing fails, the teacher's data is missing, or two flags conflict."""
+    Raises UsageError if preparing fails, the teacher's data is missing, two flags conflict, or the
+    conversations are not those of the resumed run."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer))
+        own = read_settings(start.folder.settings).get("arguments", {}).get("data")
+        if start.checkpoint and own and Path(own).exists():
+            files, named = find_files(args.conversations, SUFFIXES), "--conversations"
+            require_text_of_run(named, files, Path(folder), own, start.folder.path)
+            return own
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
-    elif isinstance(args, SFTArguments) and args.conversations != "builtin":
+    elif getattr(args, "conversations", "builtin") != "builtin" and not start.checkpoint:
         raise UsageError("--data is prepared data, --conversations is data to prepare: give one")
     elif args.data is None:
         return data_of(str(teacher.source.path))

@@ -14,7 +14,8 @@ from common.errors import UsageError
 from common.numbers import available_cores
 from data.chat_template import PLAIN_JINJA
 from data.dataset import TokenStream
-from data.shards import CONVERSATIONS
+from data.prepare import PackingOptions, describe_sources
+from data.shards import CONVERSATIONS, read_description
 from data.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from engine.engine import Engine
 from engine.hardware import processes_here, user_sets_threads
@@ -109,30 +110,40 @@ def decided_arguments(
 
 def saved_flags(typed: dict, kind: type[TrainingArguments]) -> dict:
     """Return the flags that a resumed run takes over from its settings.json, unless they are typed:
-    those that do not belong to a launch, and are known. Return {} for a new run."""
+    those that do not belong to a launch, and are known. Return {} for a new run. Raises UsageError
+    as `find_folder` does."""
     if not typed.get("resume"):
         return {}
-    try:
-        run, checkpoints = find_folder(kind(**{x: typed[x] for x in OF_LAUNCH & typed.keys()}))
-    except UsageError:  # `find_starting_point` raises it
-        return {}
+    run, checkpoints = find_folder(kind(**{x: typed[x] for x in OF_LAUNCH & typed.keys()}))
     settings = read_settings(run.settings)
     if not (checkpoints and settings):
         return {}
     saved = settings.get("model", {}) | settings.get("arguments", {})
     known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
     gone = OF_LAUNCH | {REPLACES[name] for name in REPLACES.keys() & typed.keys()}
-    if (
-        saved.get("conversations", "builtin") != "builtin"
-        or not Path(saved.get("data", "")).exists()
-    ):
+    if not Path(saved.get("data") or "").exists():
         gone.add("data")  # it is prepared or named again
     fits = settings.get("processes_per_machine") == processes_here()
     if user_sets_threads() or not fits or saved.get("threads", 0) > available_cores():
         gone.add("threads")
     # The name prevents that a later search finds another run, which has saved in the meantime.
     saved = {k: v for k, v in saved.items() if k in known - gone and v is not None}
-    return saved | {"run_name": run.path.name}
+    return saved | {"run_name": run.path.name, "out_dir": str(run.path.parent)}
+
+
+def require_text_of_run(named: str, files: list[str], folder: Path, data: str, run: Path) -> None:
+    """Raise UsageError unless `data`, the prepared data of a resumed run, is that of these files:
+    it is never replaced. `named` are the settings that name the files, `folder` is where they are
+    prepared."""
+    then = read_description(Path(data)).get("prepared_from", {})
+    now = describe_sources(files, PackingOptions(None, None, 1, False))
+    same = (now[key] == then.get(key) for key in ("files", "bytes_on_disk"))
+    if folder.resolve() != Path(data).resolve() or not all(same):
+        raise UsageError(
+            f"{named}: not what {run} was trained on; its data stays in {data}. To go on with it, "
+            f"pass --data {data} instead. To train on other data, start a new run with --init_from "
+            f"{run}, in pretraining also with PREPARE_FLAGS='--tokenizer {data}'"
+        )
 
 
 def run_identity(train_set: TokenStream, args: TrainingArguments, processes: int) -> dict:
