@@ -188,6 +188,20 @@ def test_all_models_save_when_one_is_due_or_a_stop_is_requested(monkeypatch):
     assert ended == [True]
 
 
+def test_a_failed_save_of_one_model_does_not_cost_the_weights_of_the_next(monkeypatch):
+    written = []
+    for run in (first := FakeRun(), second := FakeRun()):
+        run.log = SimpleNamespace(say=lambda text: None)
+        run.folder = SimpleNamespace(path="run")
+        run.accelerator = SimpleNamespace(end_training=lambda: None)
+        run.write_results = lambda run=run: written.append(run) or run is second
+    together = Runs({first: {}, second: {}}, [])
+    monkeypatch.setattr(together, "in_turn", lambda: iter(together.all))
+    with pytest.raises(UsageError, match="the last checkpoint was not saved"):
+        together.finish()
+    assert written == [first, second]
+
+
 def test_models_that_would_read_different_batches_are_refused_with_the_value_of_each():
     def inputs(name: str, max_seq_len: int = 8, steps: int = 5) -> SimpleNamespace:
         args, config = TrainingArguments(run_name=name), LMConfig(max_seq_len=max_seq_len)
