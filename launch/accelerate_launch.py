@@ -12,11 +12,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from common.errors import EXIT_CODE
+from common.launcher import forget_tasks
 from training.interruption import STOP_NOTE, how_to_resume
 
 
 def launch() -> int:
     """Launch the processes and wait until they end. Return the exit code for run_accelerate.sh."""
+    forget_tasks()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
     for name in logging.root.manager.loggerDict:

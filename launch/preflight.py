@@ -16,6 +16,7 @@ from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
+from common.launcher import forget_tasks, starter_of_tasks
 from common.numbers import available_cores, counted, size
 from data.conversations import SUFFIXES as CHAT_SUFFIXES
 from data.corpus import BUILTIN, SUFFIXES, find_files, text_size
@@ -105,6 +106,11 @@ def main(words: list[str]) -> list[str]:
     """Return the launcher's arguments. Raises UsageError or ConfigError if the launch cannot
     work."""
     loading = time.time() - psutil.Process().create_time()
+    starter = starter_of_tasks()
+    if starter and not os.environ.get("NUM_MACHINES"):
+        once = "start it once per machine, with NUM_MACHINES, MACHINE_RANK and MASTER_ADDR"
+        raise UsageError(f"{starter} has started this command several times: {once}")
+    forget_tasks()
     request = ShellVariables(os.environ, words)
     parser = build_parser(request.kind)
     # A mistake should not cost the time to prepare text.

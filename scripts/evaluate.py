@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
+from common.launcher import join_tasks
 from common.parser import OneLineParser
 from data.corpus import BUILTIN, SUFFIXES
 from scripts.model_flags import at_least_1
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any")
     add("--json", type=Path, metavar="FILE", help="write the numbers and the settings to FILE")
     args = parser.parse_args(argv)
+    join_tasks()
     if args.limit < 0:
         parser.error(f"--limit must be at least 0, not {args.limit}")
     if args.json and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):

@@ -13,6 +13,7 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from functools import partial
 
 from common.errors import UsageError, one_line_errors
+from common.launcher import join_tasks
 from common.parser import OneLineParser
 from inference.prompts import converse, read_prompts, say
 from scripts.model_flags import add_model_flags, at_least_1, load, sampling_of
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--jsonl", action="store_true", help="print one JSON object per continuation")
     add("--batch_size", type=at_least_1, default=16, help="continuations computed together")
     args = parser.parse_args(argv)
+    join_tasks()
     if args.interactive and (args.prompt or args.prompts):
         parser.error("with --interactive, leave out --prompt and --prompts")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (args.interactive or args.prompts == "-"):

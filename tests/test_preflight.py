@@ -100,6 +100,15 @@ def test_flags_that_cannot_work_are_refused(flags, more, keyword, monkeypatch):
     assert keyword in refused(ZERO_2, [*flags, *more])
 
 
+def test_tasks_are_machines_only_if_their_number_is_set(monkeypatch):
+    task = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "NUM_MACHINES": "", "STAGE": "dpo"}
+    monkeypatch.setattr(os, "environ", os.environ | task)
+    assert "srun has started this command several times" in error_of(preflight.main, [])
+    os.environ["NUM_MACHINES"] = "2"
+    assert "STAGE must be" in error_of(preflight.main, [])
+    assert "SLURM_NTASKS" not in os.environ
+
+
 @pytest.mark.parametrize(
     ("changes", "keyword"),
     [

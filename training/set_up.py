@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from common.errors import UsageError, one_line_errors
+from common.launcher import join_tasks
 from engine.agreement import on_every_process, on_main_process
 from engine.engine import Engine, build_engines, exit_rank
 from model import ConfigError
@@ -48,6 +49,7 @@ def run_program(
     process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
     try:
         with one_line_errors(kind.program, UsageError, ConfigError), process:
+            join_tasks()
             typed = vars(build_parser(kind).parse_args(argv))
             args, model_settings = decided_arguments(typed, kind)
             with one_line_failures(args, model_settings):

@@ -4,7 +4,7 @@ import socket
 import sys
 
 import pytest
-from conftest import TINY, run_warm
+from conftest import TINY, run_warm, train
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +35,16 @@ def test_a_port_in_use_is_an_error_of_one_line(refused):
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         line = refused("", RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", **place)
     assert f"127.0.0.1:{port}" in line
+
+
+def test_the_variables_of_a_platform_are_no_launcher_and_two_tasks_are_no_two_runs(
+    refused, packed, tmp_path
+):
+    platform = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "no.such", "MASTER_PORT": "23456"}
+    flags = "--max_steps 1 --deepspeed ds_config.json"
+    train("plain", 1, packed, tmp_path / "run", flags, **platform)
+    task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    assert "first export MASTER_ADDR=" in refused("", SLURM_PROCID="0", **task)
 
 
 def test_results_that_do_not_fit_on_the_disk_end_the_run_in_one_line(refused, small_disk):
