@@ -12,9 +12,9 @@ from common.launcher import end_with_launcher
 # Early: Ctrl-C may come, and a launcher may end, while torch is imported.
 sys.excepthook = end_in_one_line
 end_with_launcher()
-# PyTorch's OpenMP reads this when it is loaded. By default its threads wait in a loop of 300,000
-# rounds for each other. Beside several busy programs, steps then take two to five times as long as
-# with 10,000 rounds (docs/performance.md).
+# PyTorch's threads (GNU OpenMP) read this when it is loaded. By default they spin 300,000 times
+# before they sleep: beside several busy programs, steps take two to five times as long as with
+# 10,000, and generation ten times (docs/performance.md, docs/lab-log.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if isinstance(sys.stdout, io.TextIOWrapper):  # false in a notebook, or if a shell closed stdout

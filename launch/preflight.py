@@ -98,8 +98,8 @@ def announce_preparation(request: ShellVariables) -> None:
     n_bytes = 0 if source == BUILTIN else text_size(find_files(source, suffixes))
     takes = n_bytes / speed / available_cores() / 60
     if takes > MOST_PREPARING * request.minutes:
-        text = f"preparing {size(n_bytes)} will take about {takes:.0f} min, if it is not prepared"
-        print(f"{text} yet: the {request.minutes:g} min begin at its end")
+        text = f"preparing {size(n_bytes)} may take about {takes:.0f} min, if it is not prepared"
+        print(f"{text} yet: above half of the {request.minutes:g} min, they begin at its end")
 
 
 def main(words: list[str]) -> list[str]:

@@ -151,7 +151,7 @@ def with_enough_memory(task: Task, model: Candidate, speed: Callable[[Candidate]
         except TooLittleMemoryError:
             if model.rows == 1 or "batch_size" in task.typed:
                 raise
-            model = replace(model, rows=model.rows // 2)
+            model = replace(model, rows=model.rows // 2, rows_alone=model.rows_alone // 2)
 
 
 def with_enough_steps(task: Task, model: Candidate, speed: Callable[[Candidate], Speed]) -> Plan:
@@ -159,7 +159,10 @@ def with_enough_steps(task: Task, model: Candidate, speed: Callable[[Candidate],
     micro-batch, its micro-batches become smaller, as long as this gives more steps."""
     plan = plan_for(task, model, speed(model))
     plans, fixed = [plan], {"batch_size", "max_steps", "epochs"} & task.typed.keys()
-    while plan.steps < LEAST_STEPS and plan.accumulation == 1 and plan.model.rows > 1 and not fixed:
+    accumulation = task.typed.get("accumulation_steps", 1)
+    while plan.steps < LEAST_STEPS and plan.model.rows > 1 and not fixed:
+        if plan.accumulation > accumulation:
+            break  # more steps need less accumulation, not smaller micro-batches
         fewer = replace(plan.model, rows=max(1, plan.model.rows * plan.steps // LEAST_STEPS))
         plan = plan_for(task, fewer, speed(fewer))
         if plan.steps <= plans[-1].steps:
@@ -200,10 +203,12 @@ def plan_for(task: Task, model: Candidate, speed: Speed) -> Plan:
 
 def validations(task: Task, sample_seconds: float) -> tuple[int, int]:
     """Return the number of validations after the first step, and the sequences of each, for which
-    VALIDATION_SHARE of the time suffices. Where flags decide, the time does not."""
-    if not task.samples or {"eval_samples", "max_steps", "epochs"} & task.typed.keys():
+    VALIDATION_SHARE of the time suffices. Where flags decide the steps, the time does not."""
+    if not task.samples or {"max_steps", "epochs"} & task.typed.keys():
         return EVALUATIONS, task.samples
-    first, least = int(task.validates_first), min(task.samples, LEAST_SAMPLES)
+    typed, first = "eval_samples" in task.typed, int(task.validates_first)
+    least = task.samples if typed else min(task.samples, LEAST_SAMPLES)
     affordable = int(VALIDATION_SHARE * max(0, task.seconds) / max(sample_seconds, 1e-9))
     evaluations = max(1, min(EVALUATIONS, affordable // least - first))
-    return evaluations, max(1, min(task.samples, affordable // (evaluations + first)))
+    most = task.samples if typed else affordable // (evaluations + first)
+    return evaluations, max(1, min(task.samples, most))

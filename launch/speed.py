@@ -89,6 +89,9 @@ class SpeedMeter:
         case = model.name, model.rows
         if case not in self._known:
             begun = time.time()
+            if self.processes > 1 and not model.rows_alone:
+                print(f"{model.name}: one process alone has too little memory to be measured")
+                return self.assumed(model)
             if self.last and begun + self.last > self.until:
                 return self.assumed(model)
             speed = self.measure(model, flags, self.thread_counts)
@@ -105,7 +108,7 @@ class SpeedMeter:
         """Measure the speed in this process alone, with each number of threads, and return the
         highest. If one process has memory for fewer sequences than each process of the run, the
         time is scaled up."""
-        rows = max(1, min(model.rows, model.rows_alone))
+        rows = min(model.rows, model.rows_alone)
         if rows < model.rows:
             print(f"{model.name}: measured with {rows} of {model.rows} sequences, scaled up")
         flags = flags | {"batch_size": rows, "compile": "on" if compiled else "off"}

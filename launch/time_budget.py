@@ -41,9 +41,9 @@ MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (data/
 MOST_PASSES_CHAT = 3  # over conversations
 STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
 LOG_LINES = 50  # log lines in a run, approximately
-# Compiling is tried if it pays off when it saves this share of a step and takes so many seconds.
-# The run loads the compiled code again, which takes about CACHED_SECONDS.
-COMPILING_SAVES, COMPILE_SECONDS, CACHED_SECONDS = 0.17, 15.0, 2.0
+# Compiling is tried if it pays off when it saves this share of a step and takes so many times as
+# long as loading the packages of preflight. Loading compiled code takes about CACHED_SECONDS.
+COMPILING_SAVES, COMPILING_SHARE, CACHED_SECONDS = 0.17, 4.0, 2.0
 
 
 def fitting_shapes(typed: dict[str, Any]) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ class TimeBudget:
             student=bool(teacher),
             uncounted=uncounted,
         )
-        if self.loss_flags(model):
+        if (self.loss_flags(model) | self.typed).get("sampled_softmax", 1) > 1:
             output = 6 * config.dim * config.vocab_size
             model = replace(model, flops=flops - (1 - SAMPLED_SHARE) * output)
         return model
@@ -208,7 +208,7 @@ class TimeBudget:
         taken = plan.steps * plan.step_seconds
         if wanted != "off" and self.kind.stage != 3:
             self.compiles = wanted == "on"
-            pays = COMPILING_SAVES * taken > COMPILE_SECONDS
+            pays = COMPILING_SAVES * taken > COMPILING_SHARE * self.loading
             if (self.compiles or pays) and obstacle(self.device) is None:
                 threads = (self.meter.threads,) if self.meter.threads else ()
                 try:  # the run reuses this code

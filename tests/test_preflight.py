@@ -238,6 +238,7 @@ def test_a_yaml_decides_the_precision_and_a_stage_without_a_file(flags, config_f
     words = preflight.main([*flags, "--max_steps", "2"])
     assert "--dtype=float32" in words
     assert check(path, 2, flags)[1]["zero_optimization"]["stage"] == 1
+    del os.environ["WORLD_SIZE"]  # the command sets it
     with pytest.raises(UsageError, match=r"or type --dtype float32$"):
         preflight.main([*flags, "--max_steps", "2", "--dtype", "bfloat16"])
 
@@ -396,6 +397,15 @@ def test_measuring_takes_at_most_a_fifth_of_the_time_or_one_measurement(
     assert 1 <= len(searched) <= max(1, most // 10)
 
 
+def test_a_model_that_fits_only_when_it_is_divided_is_not_measured(flags, monkeypatch, capsys):
+    asked = pretend(monkeypatch)
+    made = budget_of(flags, monkeypatch, processes=2)
+    model = replace(made.models()[0], rows=8, rows_alone=0)
+    assert made.speed(model) == made.meter.assumed(model)
+    assert asked == []
+    assert "too little memory to be measured" in capsys.readouterr().out
+
+
 def test_what_is_not_measured_any_more_is_scaled_from_what_was(packed, monkeypatch):
     pretend(monkeypatch, slow=7)
     made = budget_of(["--data", str(packed)], monkeypatch)
@@ -459,9 +469,9 @@ def test_a_long_preparation_does_not_count(packed, monkeypatch, capsys, waited, 
 @pytest.mark.parametrize(
     ("environ", "size", "said"),
     [
-        ({"DATA": "{file}"}, 10_000_000_000, "preparing 10.0 GB will take about 21 min"),
+        ({"DATA": "{file}"}, 10_000_000_000, "preparing 10.0 GB may take about 21 min"),
         ({"DATA": "{file}"}, 10_000_000, ""),
-        ({"CHAT": "{file}", "STAGE": "sft"}, 1_000_000_000, "preparing 1.0 GB will take about 21"),
+        ({"CHAT": "{file}", "STAGE": "sft"}, 1_000_000_000, "preparing 1.0 GB may take about 21"),
         ({"STAGE": "distill"}, 1, ""),
         ({}, 1, ""),
     ],
@@ -612,7 +622,7 @@ def test_every_stage_measures_real_steps(
     rows = [json.dumps({"prompt": f"{i}?", "response": "1 + 1"}) for i in range(40)]
     chat.write_text("\n".join(rows), encoding="utf-8")
     monkeypatch.setattr(measurement, "WINDOW", 0.0)
-    monkeypatch.setattr(time_budget, "COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr(time_budget, "COMPILING_SHARE", 0.0)
     names = {"packed": packed, "weights": weights, "chat": chat}
     here = {k: v.format(**names) for k, v in environ.items()} | {"MINUTES": "0.1"}
     engine = {} if "--deepspeed" in words else {"ENGINE": "ddp"}
@@ -661,5 +671,6 @@ def test_the_launcher_gets_the_engine_the_processes_and_all_flags(packed, monkey
     assert (parsed["dim"], parsed["max_steps"], parsed["optimizer"]) == (32, 2, "muon")
     assert parsed["use_flash_attn"] is False
     assert parsed.get("dtype") == ("float32" if emulates else None)
+    del os.environ["WORLD_SIZE"]  # the command sets it
     typed = main([*words, "--dtype", "bfloat16"])
     assert vars(build_parser().parse_args(typed[program + 1 :]))["dtype"] == "bfloat16"

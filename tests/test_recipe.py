@@ -133,9 +133,20 @@ def test_a_slow_machine_validates_fewer_sequences_and_then_fewer_times():
 
 
 def test_flags_decide_how_much_a_run_validates():
-    for typed in ({"eval_samples": 300}, {"max_steps": 9}, {"epochs": 1}):
+    for typed in ({"max_steps": 9}, {"epochs": 1}):
         plan = plan_for(replace(TEXT, typed=typed), MODELS[3], slow(100)(MODELS[3]))
         assert (plan.evaluations, plan.samples) == (EVALUATIONS, TEXT.samples)
+    for tokens_per_second, evaluations in ((100, 1), (3500, 2), (1e6, EVALUATIONS)):
+        task = replace(TEXT, typed={"eval_samples": 390})
+        plan = plan_for(task, MODELS[3], slow(tokens_per_second)(MODELS[3]))
+        assert (plan.evaluations, plan.samples) == (evaluations, 390)
+
+
+def test_typed_accumulation_does_not_stop_micro_batches_from_becoming_smaller():
+    task = replace(TEXT, seconds=220, typed={"accumulation_steps": 4})
+    plan = with_enough_steps(task, MODELS[3], slow(2000))
+    assert (plan.accumulation, plan.model.rows) == (4, 1)
+    assert plan.steps > 150
 
 
 @pytest.mark.parametrize(("tokens_per_second", "rows"), [(1000, 3), (2000, 7), (20000, 16)])

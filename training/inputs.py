@@ -133,8 +133,11 @@ def find_inputs(
 
     train_set, val_set, shapes = on_every_process(engine, open_data)
     identity = run_identity(train_set, filled, processes)
-    if train_set.kind == CONVERSATIONS:  # older versions read them one by one, in another order
+    if train_set.kind == CONVERSATIONS:
         identity["rows"] = len(train_set)
+        if start.checkpoint and "rows" not in start.state["identity"]:
+            old = f"{start.checkpoint} is of a version that did not pack conversations"
+            raise UsageError(f"{old}: start a new run, or resume it with that version")
     if teacher:
         identity["teacher"] = on_each_machine(engine, teacher.source.sha256)[:16]
     is_older = start.checkpoint and "samples_per_epoch" not in start.state["identity"]

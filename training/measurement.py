@@ -92,14 +92,15 @@ class TimedRun(Run):
                 return taken / n * self.args.batch_size / self.rows
 
     def _validation_seconds(self) -> float:
-        """Return the seconds of a sequence in a validation."""
-        times, (tokens, targets) = [], next(iter(self.val_loader))
+        """Return the seconds of a sequence of mean length in a validation."""
+        times, (tokens, targets) = [], next(iter(self.val_loader))  # the shortest conversations
         batch = tokens[: self.rows], targets[: self.rows]
         while len(times) < WINDOWS and (not times or time.perf_counter() < self.until):
             begun = time.perf_counter()
             validate(self.model, [batch], self.accelerator, 1.0)
             times.append(time.perf_counter() - begun)
-        return min(times) / len(batch[0])
+        scale = self.inputs.val_set.tokens_per_sample / tokens.shape[1]
+        return min(times) / len(batch[0]) * scale
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         for batch in super().micro_batches():
