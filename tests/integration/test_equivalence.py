@@ -241,7 +241,9 @@ def test_zero_2_reduces_each_gradient_once_per_step(runs, packed, tmp_path):
 
 def test_clipping_muon_sampling_and_masking_have_an_effect(by_hand, packed):
     """If they had no effect, the other tests of this file would prove less."""
-    assert abs(by_hand["sampled"].losses[0] - by_hand["clipped"].losses[0]) > 2 * TOLERANCE
+    pairs = zip(by_hand["sampled"].losses, by_hand["clipped"].losses, strict=True)
+    differences = [abs(sampled - whole) for sampled, whole in pairs]
+    assert max(differences) > 10 * TOLERANCE, differences
     clipped, muon = (by_hand[how] for how in ("clipped", "muon"))
     assert min(*clipped.grad_norms, *muon.grad_norms) > 2 * CLIPPED
     assert muon.losses[-1] < clipped.losses[-1] - 0.02
