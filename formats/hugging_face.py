@@ -99,10 +99,12 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         }
         # Without this setting, a file of llama.cpp's converter puts a space before every text.
         prefix = {"add_prefix_space": read_exact(tokenizer).normalizer_spec.add_dummy_prefix}
-    # A batch needs a piece to fill rows with; its mask hides these pieces.
-    markers = {"pad_token": markers.get("unk_token", markers["eos_token"])} | markers
-    write_json(folder / "special_tokens_map.json", markers)
     template = tokenizer.chat_template and tokenizer.chat_template.source
+    # A batch needs a piece to fill rows with; its mask hides these pieces. A template that asks for
+    # a missing pad_token would give other ids.
+    if "pad_token" not in (template or ""):
+        markers = {"pad_token": markers.get("unk_token", markers["eos_token"])} | markers
+    write_json(folder / "special_tokens_map.json", markers)
     if chat:
         known = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
         added = known.get_added_tokens_decoder().values()

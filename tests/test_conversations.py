@@ -139,11 +139,11 @@ DROPPED = {  # a row, and the key that may hold text or a mask
     "a part of the question": (PAIR | {"input": "in binary"}, "input"),
     "a context": ({"instruction": "1 + 1?", "output": "2", "context": "binary"}, "context"),
     "an answer beside the list": ({"messages": DICTS, "response": "3"}, "response"),
-    "a list of conversations under a key": ({"rows": [{"messages": DICTS}]}, 'in the list "rows"'),
     "a list beside the list": ({"conversations": DICTS, "messages": [FOUR]}, "messages"),
     "history": ({"instruction": "1?", "output": "2", "history": [["a", "b"]]}, "history"),
 }
 WRONG = {
+    "a list of conversations under a key": ({"rows": [{"messages": DICTS}]}, 'in the list "rows"'),
     **{what: (row, f'"{key}" is not understood') for what, (row, key) in DROPPED.items()},
     "two system messages": ({"system": "be brief", "messages": DICTS}, "turn 2 has the role"),
     "none of the forms": ({"text": "a"}, '"prompt" and "completion", "chosen" or "response"'),

@@ -636,7 +636,7 @@ def test_every_stage_measures_real_steps(
     said = capsys.readouterr().out
     assert says in said
     assert "tokens/s expected" in said, "the speed was assumed"
-    assert "these are few steps" in said
+    assert "these are few steps" in said or "more text would help" in said
     assert any(word.startswith("--max_steps=") for word in arguments)
     assert not torch.distributed.is_initialized()
 

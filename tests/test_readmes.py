@@ -23,6 +23,7 @@ OTHER_FLAGS = {
     *("--num_machines", "--machine_rank", "--main_process_ip"),
     *("--num_gpus", "--hostfile", "--master_addr", "--master_port", "--node_rank", "--no_ssh"),
     *("--no-deps", "--all", "--no", "--nproc_per_node", "--signal", "--depth"),
+    *("--nodes", "--ntasks-per-node", "--gpus-per-node"),  # SLURM
 }
 HAN = r"[\u4e00-\u9fff]"
 TRANSLATED = ("docs/data", "docs/reading")  # pages that also exist in Chinese, as NAME_zh.md
