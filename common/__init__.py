@@ -2,7 +2,6 @@
 
 import io
 import locale
-import os
 import sys
 from contextlib import suppress
 
@@ -12,11 +11,6 @@ from common.launcher import end_with_launcher
 # Early: Ctrl-C may come, and a launcher may end, while torch is imported.
 sys.excepthook = end_in_one_line
 end_with_launcher()
-# PyTorch's threads (GNU OpenMP) read this when it is loaded. By default they spin 300,000 times
-# before they sleep: beside several busy programs, steps take two to five times as long as with
-# 10,000, and generation ten times (docs/performance.md, docs/lab-log.md).
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if isinstance(sys.stdout, io.TextIOWrapper):  # false in a notebook, or if a shell closed stdout
     # A model may write characters that the terminal's encoding lacks: print them as \u escapes.
     sys.stdout.reconfigure(errors="backslashreplace")
