@@ -13,6 +13,7 @@ Memory holds one line, object, section or batch of rows at a time. `.zst` and `.
 pyarrow.
 """
 
+import codecs
 import csv
 import gzip
 import io
@@ -22,6 +23,7 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -41,6 +43,7 @@ CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
 BATCH_ROWS = 64  # rows of Parquet in memory at once
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.
 LONGEST_FIELD = 1 << 26  # characters
+DELIMITERS = (",", ";", "\t", "|")  # of a .csv; Excel writes semicolons in much of Europe
 # Folders that are not part of the built-in text: tests, installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # The words for splits in names of files and folders, as in Hugging Face's `datasets`.
@@ -205,7 +208,8 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_FIELD)
     # Invalid UTF-8 is kept here, so that `decode` can report its line number.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.DictReader(file, strict=True)
+        rows = csv.DictReader(file, strict=True, delimiter=_delimiter(path, column))
+        decode(Record(path, 1, ",".join(rows.fieldnames or ()).encode(errors="surrogateescape")))
         _known_columns(path, (column,), rows.fieldnames or [column])
         while True:
             try:
@@ -220,6 +224,18 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
                 fault = "more fields than columns: put quotes around a text with commas"
             raw = (row[column] or "").encode(errors="surrogateescape")
             yield Record(path, rows.line_num, raw, fault)
+
+
+def _delimiter(path: str, column: str) -> str:
+    """Return the delimiter with which the header has the column, or else the most columns."""
+    headers = {}
+    for delimiter in DELIMITERS:
+        with (
+            open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+            suppress(csv.Error),  # with a wrong delimiter
+        ):
+            headers[delimiter] = next(csv.reader(file, strict=True, delimiter=delimiter), [])
+    return max(headers, key=lambda d: (column in headers[d], len(headers[d])), default=",")
 
 
 def parquet_rows(
@@ -293,7 +309,9 @@ def decode(record: Record) -> str:
         text = record.raw.decode()
     except UnicodeDecodeError as error:
         where = f"{record.place}: not valid UTF-8 (after {error.start} valid bytes)"
-        hint = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
+        is_utf16 = record.raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        usual = "utf-16" if is_utf16 else "gb18030 (often of Chinese text) or cp1252 (European)"
+        hint = f"save it as UTF-8: iconv -t utf-8 -f {usual}"
         raise UsageError(f"{where}: {hint}") from error
     return text if record.position else text.removeprefix("\ufeff")
 

@@ -292,7 +292,7 @@ def test_bytes_that_are_not_utf8_are_reported_with_their_position(tmp_path):
     said = one_line(path)
     assert f"{path}, byte {last}: not valid UTF-8" in said
     assert f"(after {len(sections) - last} valid bytes)" in said
-    assert "iconv -f gb18030" in said
+    assert "iconv -t utf-8 -f gb18030" in said
 
 
 def test_positions_are_row_numbers_in_parquet_and_line_numbers_in_csv(tmp_path):
@@ -310,6 +310,30 @@ def test_a_malformed_row_is_one_bad_document(tmp_path):
     first, bad, last = records(path)
     assert (parse(first), parse(last)) == ("good", "more")
     assert "cannot be read: ',' expected after '\"'" in bad.fault
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("start", ["", BOM])
+def test_the_header_of_a_csv_shows_its_delimiter(tmp_path, delimiter, start):
+    rows = [["id", "text"], *([str(i), text] for i, text in enumerate(DOCUMENTS))]
+    path = tmp_path / "a.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        file.write(start)
+        csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows(rows)
+    assert texts(path) == DOCUMENTS
+    assert "no column 'body' (--text_column); it has 'id', 'text'" in one_line(path, "body")
+
+
+def test_a_csv_of_one_column_has_commas_as_delimiters(tmp_path):
+    assert texts(write(tmp_path / "a.csv", b'text\na; b | c\n"d, e"\n')) == ["a; b | c", "d, e"]
+
+
+def test_a_header_that_is_not_utf8_is_named_with_the_command_that_converts_it(tmp_path):
+    for encoding in ("gb18030", "utf-16"):
+        path = write(tmp_path / "a.csv", "编号\t文本\r\n1\t春眠\r\n".encode(encoding))
+        said = one_line(path, "文本")
+        assert f"{path}, line 1: not valid UTF-8" in said
+        assert f"iconv -t utf-8 -f {encoding}" in said
 
 
 def test_a_quote_that_is_never_closed_is_found_in_bounded_memory(tmp_path, monkeypatch):
