@@ -105,7 +105,7 @@ def test_a_resumed_run_needs_no_flag_of_its_first_launch(packed, tmp_path, monke
         json.loads((run.path / "settings.json").read_text())["arguments"]
         for run in (resumed, whole)
     )
-    assert ours == theirs | {"resume": str(path), "run_name": "stopped", "out_dir": "out/runs"}
+    assert ours == theirs | {"resume": str(path), "run_name": "stopped"}
     again = run_warm([*resume, str(whole.checkpoint(FIRST)), "--weight_decay=0", "--threads=2"])
     changed = "changed since the run was stopped: "
     assert [line for line in again.worked().splitlines() if line.startswith(changed)] == [
