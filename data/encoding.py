@@ -48,7 +48,7 @@ class Encoded(NamedTuple):
     """The documents of a batch of records."""
 
     documents: list[Document]
-    bad: list[str]  # one message per record that could not be read
+    bad: list[tuple[str, str]]  # file and message of each record that could not be read
     raw_bytes: int  # bytes of all records of the batch, before they are parsed
 
 
@@ -72,17 +72,17 @@ def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) 
     for record in batch:
         try:
             if kind == TEXT:
-                texts.append((record.place, parse(record)))
+                texts.append((record, parse(record)))
             else:
                 turns = parse_conversation(load_json(record), record.place)
                 documents.append(_conversation(tokenizer, turns, record.place))
         except UsageError as error:
-            bad.append(str(error))
-    texts = [(place, text) for place, text in texts if text]
+            bad.append((record.path, str(error)))
+    texts = [(record, text) for record, text in texts if text]
     encoded = tokenizer.encode_batch([text for _, text in texts])
-    for (place, text), ids in zip(texts, encoded, strict=True):
+    for (record, text), ids in zip(texts, encoded, strict=True):
         if change := tokenizer.change(text, ids):
-            bad.append(f"{place}: {change}")
+            bad.append((record.path, f"{record.place}: {change}"))
         else:
             documents.append(_text(tokenizer, text, ids, segmentations))
     return Encoded(documents, bad, sum(len(record.raw) for record in batch))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ SKIP_HINT = "scripts.prepare_data --skip_bad_lines skips and counts such documen
 TOKENIZER_SAMPLE_BYTES = 4_000_000
 # Share of the built-in conversations for validation. It is large, because they hold little text.
 BUILTIN_VAL_FRACTION = 0.1
+Reader = Callable[[list[str]], Iterator[Record]]  # yields the records of files
 
 
 class TextDefaults(NamedTuple):
@@ -137,6 +139,8 @@ def prepare(
         ways = options.segmentations_of(files)
         encode = partial(encode_batch, options.kind, tokenizer.path, ways)
         dtype = token_dtype(tokenizer.vocab_size)
+        check = partial(encode_batch, options.kind, tokenizer.path, 1)
+        refuse = partial(refusal, read=read, count_bad=lambda records: len(check(records).bad))
         writer = partial(ShardWriter, folder, dtype=dtype, shard_tokens=SHARD_TOKENS)
         batches = [
             (share_for_val, encode_all(read(splits[name]), encode))
@@ -151,7 +155,7 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "tokenizer_sha256": tokenizer_hash(tokenizer.path),
-            **_write_splits(batches, writer, options, progress),
+            **_write_splits(batches, writer, options, refuse, progress),
             "prepared_from": fingerprint,
         }
         content = json.dumps(description, indent=2, ensure_ascii=False)
@@ -181,39 +185,68 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
     }
 
 
-def _sample(
-    files: list[str], read: Callable[[list[str]], Iterator[Record]], options: PackingOptions
-) -> Iterator[str]:
-    """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by checksums. If no document is
-    chosen, yield the first documents. Raises UsageError if every document is bad."""
-    size, first_bad = TOKENIZER_SAMPLE_BYTES, None
+def _sample(files: list[str], read: Reader, options: PackingOptions) -> Iterator[str]:
+    """Yield about TOKENIZER_SAMPLE_BYTES of documents. Raises UsageError if every document is
+    bad."""
+    first_bad, is_empty = None, True
+    for record in _spread(files, read, attrgetter("raw")):
+        try:
+            yield parse(record)[:TOKENIZER_SAMPLE_BYTES]
+            is_empty = False
+        except UsageError as error:
+            first_bad = first_bad or error
+            if not options.skip_bad_lines:
+                raise refusal(record.path, str(error), read, _count_unreadable) from error
+    if first_bad and is_empty:
+        raise first_bad
+
+
+def _spread(files: list[str], read: Reader, key: Callable[[Record], bytes]) -> Iterator[Record]:
+    """Yield about TOKENIZER_SAMPLE_BYTES of records, chosen by checksums of their keys. If none is
+    chosen, yield the first records."""
+    size = TOKENIZER_SAMPLE_BYTES
     chosen = 2**32 * size / max(text_size(files), 1)
-    # The sample reaches the limit of 2 * size if text_size is wrong or documents repeat.
+    # The records reach the limit of 2 * size if text_size is wrong or documents repeat.
     for threshold, limit in ((chosen, 2 * size), (2**32, size)):
         taken = 0
         for record in read(files):
-            if zlib.crc32(record.raw) >= threshold:
-                continue
-            try:
-                yield parse(record)[:size]
-            except UsageError as error:
-                if options.skip_bad_lines:
-                    first_bad = first_bad or error
-                    continue
-                raise UsageError(f"{error}; {SKIP_HINT}") from error
-            taken += len(record.raw)
-            if taken > limit:
-                return
+            if zlib.crc32(key(record)) < threshold:
+                yield record
+                taken += max(1, len(record.raw))
+                if taken > limit:
+                    return
         if taken:
             return
-    if first_bad:
-        raise first_bad
+
+
+def _count_unreadable(records: list[Record]) -> int:
+    n_bad = 0
+    for record in records:
+        try:
+            parse(record)
+        except UsageError:
+            n_bad += 1
+    return n_bad
+
+
+def refusal(
+    path: str, problem: str, read: Reader, count_bad: Callable[[list[Record]], int]
+) -> UsageError:
+    """Return the error for a bad document of a file. It advises to skip bad documents only if at
+    least half of the file's documents, or of a sample of them, are good."""
+    # Bad documents may all be equal or empty: their places decide which are tried.
+    tried = list(_spread([path], read, lambda record: record.place.encode()))
+    n_bad = count_bad(tried)
+    few = 2 * n_bad <= len(tried)
+    tally = f"{n_bad:,} of {len(tried):,} documents tried in this file are bad"
+    return UsageError(f"{problem}; {SKIP_HINT if few else tally}")
 
 
 def _write_splits(
     batches: list[tuple[float, Iterable[Encoded]]],
     writer: Callable[[str], ShardWriter],
     options: PackingOptions,
+    refuse: Callable[[str, str], UsageError],
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits, and return their part of the description. `batches` has the
@@ -232,9 +265,9 @@ def _write_splits(
 
     for share, encoded in ((share, encoded) for share, part in batches for encoded in part):
         if encoded.bad and not options.skip_bad_lines:
-            raise UsageError(f"{encoded.bad[0]}; {SKIP_HINT}")
+            raise refuse(*encoded.bad[0])
         n_bad += len(encoded.bad)
-        first_bad = first_bad or next(iter(encoded.bad), None)
+        first_bad = first_bad or next((problem for _, problem in encoded.bad), None)
         for document in encoded.documents:
             if document.number / 2**64 < share:
                 waiting.append(document)

@@ -239,6 +239,17 @@ LOSSY = {  # SentencePiece's settings → a text that does not come back
 }
 
 
+def train_lossy(path: Path, **settings) -> None:
+    """Train a SentencePiece model with other settings than ours."""
+    sentences = iter([f"{text} a b c : sum and 1 2 +" for text in DOCUMENTS])
+    usual = {"model_type": "bpe", "vocab_size": 300, "normalization_rule_name": "identity"}
+    usual |= {"add_dummy_prefix": False, "minloglevel": 2}
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences, model_writer=file, **usual | settings
+        )
+
+
 @pytest.mark.parametrize("kind", [*LOSSY, "whitespace"])
 def test_a_document_that_the_tokenizer_changes_is_bad_and_shown(tmp_path, kind):
     settings, changed = LOSSY.get(kind, ({}, "a   b"))
@@ -253,13 +264,7 @@ def test_a_document_that_the_tokenizer_changes_is_bad_and_shown(tmp_path, kind):
         path.write_text(json.dumps(content))
         good = " sum"
     else:
-        sentences = iter([f"{text} a b c : sum and 1 2" for text in DOCUMENTS])
-        usual = {"model_type": "bpe", "vocab_size": 300, "normalization_rule_name": "identity"}
-        usual |= {"add_dummy_prefix": False, "minloglevel": 2}
-        with open(path, "wb") as file:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=sentences, model_writer=file, **usual | settings
-            )
+        train_lossy(path, **settings)
     texts, flags = [good, changed], {"val_fraction": 0, "tokenizer": str(path)}
     place = r"out\.jsonl, line 2: the tokenizer turns "
     with pytest.raises(UsageError, match=place + re.escape(repr(changed))):
@@ -267,6 +272,30 @@ def test_a_document_that_the_tokenizer_changes_is_bad_and_shown(tmp_path, kind):
     out = pack_documents(texts, tmp_path, **flags, skip_bad_lines=True)
     about = read_description(out)
     assert (about["bad_documents"], about["splits"]["train"]["bytes"]) == (1, len(good))
+
+
+@pytest.mark.parametrize("bytes_tried", [1 << 20, 1 << 12])
+@pytest.mark.parametrize("kind", ["unreadable", "changed by the tokenizer", "conversations"])
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_skipping_bad_documents_is_advised_only_if_it_keeps_half_of_the_file(
+    packed, tmp_path, monkeypatch, share, kind, bytes_tried
+):
+    monkeypatch.setattr(module, "TOKENIZER_SAMPLE_BYTES", bytes_tried)
+    good = '{"prompt": "1 +", "response": " 2"}' if kind == "conversations" else '{"text": "1 + 1"}'
+    bad, settings = "{broken", {}
+    if kind == "conversations":
+        settings = {"tokenizer": str(packed), "kind": "conversations"}
+    elif kind != "unreadable":
+        bad, settings = '{"text": "a   b"}', {"tokenizer": str(tmp_path / "t.model")}
+        train_lossy(tmp_path / "t.model")
+    path = tmp_path / "a.jsonl"
+    lines = [bad if i % 10 < 10 * share else good for i in range(500)]
+    path.write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text(f"{good}\n" * 500)  # other files do not count
+    said = error_of(pack, [path, tmp_path / "b.jsonl"], tmp_path / "out", **settings)
+    assert ("--skip_bad_lines" in said) == (share < 0.5)
+    if share > 0.5 and bytes_tried == 1 << 20:
+        assert "350 of 500 documents tried in this file are bad" in said
 
 
 def test_if_every_document_is_bad_the_first_is_shown_although_bad_documents_are_skipped(tmp_path):
