@@ -1,8 +1,10 @@
 """Decide whether torch.compile saves time in a run, and compile the blocks of the model."""
 
 import os
+import re
 import warnings
 from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 
@@ -12,6 +14,8 @@ from engine.engine import Engine
 from model import Transformer
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # PyTorch's; it names the folder of compiled code
+BREAKS = re.compile(r"""[\s'"\\]""")  # in a path, these break the C++ command that PyTorch writes
 # Compiling shortens a run of at least this many model FLOPs per process (run_accelerate.sh measures
 # instead). On two CPU cores it took 10 s and saved 20%, which is 10 s of 50 s at 0.4 TFLOP/s. On an
 # H200 it took 10 s too, at about 200 TFLOP/s.
@@ -53,7 +57,7 @@ def why_not_compile(
 
 def compile_blocks(model: Transformer) -> None:
     """Compile the blocks, the final norm and the loss in place. All blocks share compiled code."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
+    choose_cache()
     # PyTorch warns about the complex rotation table. The model reads it as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
     # torch.compile would split graphs where DDP's buckets end. A block is small: keep it whole.
@@ -65,13 +69,29 @@ def compile_blocks(model: Transformer) -> None:
     model.token_loss.compile(dynamic=model.sampled_softmax > 1)
 
 
+def choose_cache() -> None:
+    """Let PyTorch keep compiled code in CACHE, unless the user has chosen a folder. If the path of
+    CACHE breaks the C++ command, PyTorch chooses: a folder per user, for example in /tmp."""
+    if not BREAKS.search(str(CACHE.absolute())):
+        os.environ.setdefault(CACHE_VARIABLE, str(CACHE.absolute()))
+
+
 def obstacle(device: torch.device) -> str | None:
     """Compile a one-line function; return why compiling fails on this machine, or None."""
-    cache = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
+    choose_cache()
     try:
-        Path(cache).mkdir(parents=True, exist_ok=True)  # else PyTorch fails while it is imported
+        if cache := os.environ.get(CACHE_VARIABLE):  # else PyTorch fails while it is imported
+            Path(cache).mkdir(parents=True, exist_ok=True)
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as error:  # a compiler that is missing or broken can raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        folders = (
+            os.environ.get(CACHE_VARIABLE, ""),
+            gettempdir(),
+            str(Path(torch.__file__).parent),
+        )
+        torn = re.search(r"C\+\+ compile error|No closing quotation", str(error))
+        if torn and (broken := [*filter(BREAKS.search, folders)]):
+            reason = f"a space or quote breaks PyTorch's C++ command: move {broken[0]}"
         return f"torch.compile fails here: {reason[:200]}"
     return None

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 import torch
-from conftest import run
+from conftest import REPOSITORY, run
 from test_transformer import some_tokens, transformer
 from torch._dynamo.utils import get_optimize_ddp_mode
 
@@ -17,6 +17,7 @@ needs_compiler = pytest.mark.skipif(
     compilation.obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
 )
 LONG, SHORT = WORTH_FLOPS["cpu"], WORTH_FLOPS["cpu"] / 2
+ASK = "import torch; from engine.compilation import obstacle; print(obstacle(torch.device('cpu')))"
 
 
 @pytest.fixture(params=[None])
@@ -61,13 +62,25 @@ def test_a_failing_compiler_is_reported_in_one_line(tmp_path):
     broken.write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
     broken.chmod(0o755)
     # In a new process, because torch._inductor reads CXX only when it is imported.
-    ask = "import torch; from engine.compilation import obstacle; "
-    ask += "print(obstacle(torch.device('cpu')))"
     environment = {"CXX": str(broken), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ended = run([sys.executable, "-W", "ignore", "-c", ask], **environment)
+    ended = run([sys.executable, "-W", "ignore", "-c", ASK], **environment)
     assert called.exists(), ended.out
     assert ended.code == 0, ended.out
     assert ended.out.splitlines()[-1].startswith("torch.compile fails here: ")
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_path_that_breaks_the_compiler_gets_another_cache_or_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # set by the tests before
+    clone = tmp_path / "a 'clone"
+    clone.mkdir()
+    command = [sys.executable, "-W", "ignore", "-c", ASK]
+    paths = {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)}
+    assert run(command, clone, **paths).worked() == "None\n"
+    (clone / "tmp").mkdir()
+    said = run(command, clone, **paths | {"TMPDIR": str(clone / "tmp")}).worked()
+    assert f"a space or quote breaks PyTorch's C++ command: move {clone}/tmp/" in said
 
 
 def test_a_cache_that_cannot_be_written_is_reported_in_one_line(monkeypatch):
