@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections import deque
@@ -32,6 +33,10 @@ from data.tokenizer import Tokenizer, open_tokenizer
 
 BATCH_BYTES = 256 * 1024  # text per call of a worker; calls with less text cost too much time
 SPLIT_SHARE = 0.1  # share of the divisible pieces that each round splits
+# Names under which tokenizers of others know the pieces that begin and end a document or a turn.
+MARKERS = re.compile(
+    r"</?s>|<[be]os>|<\|(?:im_start|im_end|endoftext|begin_of_text|end_of_text|eot_id)\|>"
+)
 SPLIT_ROUNDS = 2  # the second round may split the results of the first round again
 
 
@@ -50,6 +55,7 @@ class Encoded(NamedTuple):
     documents: list[Document]
     bad: list[tuple[str, str]]  # file and message of each record that could not be read
     raw_bytes: int  # bytes of all records of the batch, before they are parsed
+    marked: list[str]  # the first marker's name of each record whose text holds one
 
 
 @lru_cache(maxsize=1)
@@ -64,18 +70,24 @@ def hash_of(content: bytes, digest_size: int = 8) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) -> Encoded:
+def encode_batch(
+    kind: str, path: str, segmentations: int, markers: bool, batch: list[Record]
+) -> Encoded:
     """Encode records of `kind`, text or conversations, with the tokenizer at `path`.
-    A text gets `segmentations` segmentations: the tokenizer's own, then random ones."""
+    A text gets `segmentations` segmentations: the tokenizer's own, then random ones. With
+    `markers`, names of markers in a text begin and end documents."""
     tokenizer = _loaded(path)
-    texts, documents, bad = [], [], []
+    texts, documents, bad, marked = [], [], [], []
     for record in batch:
         try:
             if kind == TEXT:
-                texts.append((record, parse(record)))
+                text = parse(record)
+                texts += [(record, part) for part in documents_in(text, markers)]
             else:
                 turns = parse_conversation(load_json(record), record.place)
                 documents.append(_conversation(tokenizer, turns, record.place))
+                text = "\n".join(turn.content for turn in turns)
+            marked += [found[0]] if (found := MARKERS.search(text)) else []
         except UsageError as error:
             bad.append((record.path, str(error)))
     texts = [(record, text) for record, text in texts if text]
@@ -85,7 +97,14 @@ def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) 
             bad.append((record.path, f"{record.place}: {change}"))
         else:
             documents.append(_text(tokenizer, text, ids, segmentations))
-    return Encoded(documents, bad, sum(len(record.raw) for record in batch))
+    return Encoded(documents, bad, sum(len(record.raw) for record in batch), marked)
+
+
+def documents_in(text: str, markers: bool) -> list[str]:
+    """With `markers`, return the texts between the names of markers, without white space around
+    them. Otherwise, or if there is no such name, return the text."""
+    names_markers = markers and MARKERS.search(text)
+    return [part.strip() for part in MARKERS.split(text)] if names_markers else [text]
 
 
 def _text(tokenizer: Tokenizer, text: str, ids: list[int], segmentations: int) -> Document:

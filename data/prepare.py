@@ -31,7 +31,7 @@ from data.corpus import (
     suffix_of,
     text_size,
 )
-from data.encoding import Document, Encoded, encode_batch, encoders
+from data.encoding import Document, Encoded, documents_in, encode_batch, encoders
 from data.shards import (
     CONVERSATIONS,
     DESCRIPTION_FILE,
@@ -93,6 +93,7 @@ class PackingOptions:
     text_column: str = TEXT_COLUMN  # see `read_records`
     segmentations: int | None = 1  # of a training document, see `data.encoding`; None: by size
     kind: str = TEXT  # one of `shards.KINDS`
+    markers: bool = False  # names of markers in a text begin and end documents
 
     def val_fraction_of(self, files: list[str]) -> float:
         """Return the share of the training files' documents that is for validation."""
@@ -137,9 +138,9 @@ def prepare(
             train_tokenizer(sample, size, path, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
         ways = options.segmentations_of(files)
-        encode = partial(encode_batch, options.kind, tokenizer.path, ways)
+        encode = partial(encode_batch, options.kind, tokenizer.path, ways, options.markers)
         dtype = token_dtype(tokenizer.vocab_size)
-        check = partial(encode_batch, options.kind, tokenizer.path, 1)
+        check = partial(encode_batch, options.kind, tokenizer.path, 1, options.markers)
         refuse = partial(refusal, read=read, count_bad=lambda records: len(check(records).bad))
         writer = partial(ShardWriter, folder, dtype=dtype, shard_tokens=SHARD_TOKENS)
         batches = [
@@ -182,6 +183,7 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         "text_column": options.text_column,
         "segmentations": options.segmentations_of(files),
         **({"kind": options.kind} if options.kind != TEXT else {}),
+        **({"markers": True} if options.markers else {}),
     }
 
 
@@ -191,7 +193,8 @@ def _sample(files: list[str], read: Reader, options: PackingOptions) -> Iterator
     first_bad, is_empty = None, True
     for record in _spread(files, read, attrgetter("raw")):
         try:
-            yield parse(record)[:TOKENIZER_SAMPLE_BYTES]
+            for text in documents_in(parse(record), options.markers):
+                yield text[:TOKENIZER_SAMPLE_BYTES]
             is_empty = False
         except UsageError as error:
             first_bad = first_bad or error
@@ -255,7 +258,7 @@ def _write_splits(
     holds for all documents, the first document is for training. The training split holds the first
     segmentation of all its documents, then the other segmentations."""
     train, resegmented, val = map(writer, ("train", "train-resegmented", "val"))
-    n_bad, first_bad = 0, None
+    n_bad, first_bad, n_marked, first_marker = 0, None, 0, None
     waiting = []  # documents for validation before the first document for training
 
     def write(document: Document, split: ShardWriter) -> None:
@@ -267,6 +270,8 @@ def _write_splits(
         if encoded.bad and not options.skip_bad_lines:
             raise refuse(*encoded.bad[0])
         n_bad += len(encoded.bad)
+        n_marked += len(encoded.marked)
+        first_marker = first_marker or next(iter(encoded.marked), None)
         first_bad = first_bad or next((problem for _, problem in encoded.bad), None)
         for document in encoded.documents:
             if document.number / 2**64 < share:
@@ -286,6 +291,8 @@ def _write_splits(
         "splits": {"train": first | both | {"first_tokens": first["tokens"]}, "val": val.close()},
         "bad_documents": n_bad,
         "first_bad_document": first_bad,
+        "documents_with_markers": n_marked,
+        "first_marker": first_marker,
     }
 
 

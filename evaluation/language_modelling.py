@@ -12,6 +12,7 @@ from data.chat_template import encode_conversation
 from data.conversations import parse_conversation
 from data.corpus import Record, load_json, parse
 from data.dataset import TokenStream
+from data.encoding import MARKERS
 from data.tokenizer import Tokenizer
 from evaluation.scoring import Row, ratio
 from model import IGNORE_INDEX
@@ -24,12 +25,15 @@ def document_rows(
 
     A window has up to seq_len ids. The next window begins `stride` ids later. Each id after <s> is
     predicted once. Its context is all ids before it, or at least seq_len - stride + 1 of them.
-    `counts` counts texts that the tokenizer changes; their bytes are those of the changed text.
+    `counts` counts texts that the tokenizer changes; their bytes are those of the changed text. It
+    also counts texts that hold names of markers (see `data.encoding`).
     """
     for number, record in enumerate(records):
         text = parse(record)
         if not text:
             continue
+        if MARKERS.search(text):
+            counts["with_markers_as_text"] += 1
         ids = tokenizer.encode(text)
         if tokenizer.change(text, ids):
             counts["changed_by_tokenizer"] += 1

@@ -42,7 +42,10 @@ METRICS = {  # name → (number format, explanation)
     "chance": (".2%", "with random answers"),
 }
 # "cut" and "left_out" count conversations, "truncated" counts questions.
-AMOUNTS = ("tokens", "bytes", "sequences", "cut", "left_out", "truncated", "changed_by_tokenizer")
+AMOUNTS = (
+    *("tokens", "bytes", "sequences", "cut", "left_out", "truncated"),
+    *("changed_by_tokenizer", "with_markers_as_text"),
+)
 HOW = ("max_seq_len", "stride", "delimiter", "template")  # settings in the line "how" of `report`
 TASKS_OF = {  # flag → tasks that accept it
     "split": ("packed", "conversations"),
@@ -141,7 +144,12 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
         stride = args.stride or max(1, seq_len // 2)
         if stride > seq_len:
             raise UsageError(f"--stride {stride} skips tokens: pass at most {seq_len}, the context")
-        facts = {"split": split, "stride": stride, "changed_by_tokenizer": 0}
+        facts = {
+            "split": split,
+            "stride": stride,
+            "changed_by_tokenizer": 0,
+            "with_markers_as_text": 0,
+        }
         return document_rows(records, tokenizer, seq_len, stride, facts), None, facts
     template = trained.chats if args.template is None else args.template
     if template and args.delimiter is not None:

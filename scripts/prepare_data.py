@@ -51,6 +51,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--segmentations", type=int, help=f"ways to tokenize a training document ({BY_SIZE})")
     add("--workers", type=int, default=available_cores(), help="number of encoding processes")
     add("--skip_bad_lines", action="store_true", help="skip and count unreadable documents")
+    text = "cut texts at names of markers, such as <s> or <|im_end|>, and remove the names"
+    add("--markers", action="store_true", default=None, help=text)
     add("--overwrite", action="store_true", help="replace data of another text or other settings")
     add("--reuse", action="store_true", help="accept other settings; replace data of changed text")
     args = parser.parse_args(argv)
@@ -60,7 +62,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if (least := min(args.workers, segmentations)) < 1:
         parser.error(f"--segmentations and --workers must be at least 1, not {least}")
     if args.conversations is not None:
-        for name in ("data", "vocab_size", "text_column", "segmentations"):
+        for name in ("data", "vocab_size", "text_column", "segmentations", "markers"):
             if getattr(args, name) is not None:
                 parser.error(f"--{name} cannot be used with --conversations")
         if args.tokenizer is None:
@@ -110,6 +112,13 @@ def report(
     if n_bad := description["bad_documents"]:
         bad = counted(n_bad, f"bad {documents}")
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
+    if (n_marked := description["documents_with_markers"]) and source != BUILTIN:
+        held = (
+            f"{counted(n_marked, documents)} with markers such as {description['first_marker']!r}"
+        )
+        remedy = "--markers cuts there, PREPARE_FLAGS=--markers in front of run_accelerate.sh"
+        remedy = remedy if of_text else "remove the markers, each turn gets its own"
+        lines.append(f"  cut {held}" if options.markers else f"  WARNING: {held} as text: {remedy}")
     own_val = by_split(files)["val"]
     if (own_val or made_from["val_fraction"]) and not splits["val"]["documents"]:
         lines.append("  WARNING: no validation split: pass a larger --val_fraction, or more text")
@@ -140,6 +149,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer=args.tokenizer,
         text_column=args.text_column or TEXT_COLUMN,
         segmentations=args.segmentations if of_text else 1,
+        markers=bool(args.markers),
     )
     find = partial(find_prepared, args.out, files, options, args.reuse, args.overwrite)
     if found := find():

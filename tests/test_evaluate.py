@@ -105,13 +105,14 @@ def test_the_validation_split_is_the_default_data(evaluate, accelerator, packed,
 
 
 def test_a_folder_of_text_is_scored_with_the_named_column(evaluate, tmp_path):
-    text = "sum 3: 1 + 3 = 4; 第三句\n"
+    text = "<s>sum 3: 1 + 3 = 4; 第三句\n"
     (folder := tmp_path / "texts").mkdir()
     (folder / "a.txt").write_text(text, encoding="utf-8")
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"body": text}).encode()))
-    _, result = evaluate("--data", folder, "--text_column", "body")
+    printed, result = evaluate("--data", folder, "--text_column", "body")
     assert (result["task"], result["units"]) == ("text", 2)
     assert result["bytes"] == 2 * len(text.encode())
+    assert "2 with markers as text" in printed
     assert result["metrics"]["loss"]["low"] is None  # too few documents for an interval
 
 

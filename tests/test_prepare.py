@@ -232,6 +232,18 @@ def test_the_only_document_trains_even_if_its_hash_is_for_validation(tmp_path):
     assert documents(out, "val") == DOCUMENTS[1:]
 
 
+def test_markers_in_a_text_begin_and_end_documents_on_request(tmp_path):
+    texts = [f"<|im_start|>{i} + 1<|im_end|> <|im_start|>{i}<|im_end|>\n" for i in range(60)]
+    texts += [f"<s> {i}  + 2 </s>" for i in range(60)] + [f"{i} + 3  " for i in range(60)]
+    out = pack_documents(texts, tmp_path, val_fraction=0, markers=True)
+    expected = [part for i in range(60) for part in (f"{i} + 1", str(i))]
+    expected += [f"{i}  + 2" for i in range(60)] + [f"{i} + 3  " for i in range(60)]
+    assert documents(out, "train") == expected
+    assert "im_start" not in Path(out / "tokenizer.model").read_bytes().decode(errors="replace")
+    without = pack_documents(texts, tmp_path, "as_text", val_fraction=0)
+    assert documents(without, "train") == texts
+
+
 LOSSY = {  # SentencePiece's settings → a text that does not come back
     "remove_extra_whitespaces": ({"byte_fallback": True}, "a:\n    b  c"),
     "nmt_nfkc": ({"normalization_rule_name": "nmt_nfkc", "byte_fallback": True}, "\ufb01ne"),

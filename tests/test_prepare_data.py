@@ -117,6 +117,20 @@ def test_the_files_of_a_folder_and_few_bytes_per_token_are_reported(workplace, c
     assert "ignored" not in printed
 
 
+def test_markers_in_texts_are_counted_and_the_remedy_is_shown(workplace, tokenizer, capsys):
+    texts = [f"<|im_start|>{i} + 1<|im_end|>" for i in range(60)] + [f"{i} + 3" for i in range(60)]
+    Path("marked.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    main([*SMALL, "--data", "marked.jsonl"])
+    warning = "WARNING: 60 documents with markers such as '<|im_start|>' as text: --markers cuts"
+    assert warning in capsys.readouterr().out
+    main([*SMALL, "--data", "marked.jsonl", "--markers", "--overwrite"])
+    assert "  cut 60 documents with markers such as '<|im_start|>'\n" in capsys.readouterr().out
+    chat = {"prompt": "1 + 1", "response": "2</s>"}
+    Path("chat.jsonl").write_text(f"{json.dumps(chat)}\n" * 3)
+    main(["--conversations", "chat.jsonl", "--tokenizer", tokenizer.path])
+    assert "WARNING: 3 conversations with markers such as '</s>' as text" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["text", "conversations"])
 def test_a_folder_with_splits_keeps_them_and_its_test_files_are_not_read(
     workplace, packed, capsys, kind
@@ -253,6 +267,7 @@ REFUSED = {
     f"{SUMS} --tokenizer sums.jsonl": "sums.jsonl",
     f"{SUMS} --out sums.jsonl/o": "sums.jsonl",
     "--conversations sums.jsonl": "pass --tokenizer",
+    f"{CHAT_MODEL} --markers": "--markers cannot be used with --conversations",
     f"{CHAT_MODEL} --data sums.jsonl": "--data cannot be used with --conversations",
     CHAT_MODEL: "sums.jsonl, line 1: no conversation",
 }
