@@ -91,6 +91,9 @@ READABLE = (*(kind for kind, _ in KINDS.values()), "minimind")  # values of mode
 
 def read_llama_config(folder: Path) -> LMConfig:
     """Read config.json. Raises WeightsError if a setting has no counterpart in this model."""
+    if (folder / "adapter_config.json").exists():
+        remedy = "merge it into its base with merge_and_unload() of PEFT, and import that"
+        raise WeightsError(f"{folder} is an adapter of PEFT: {remedy}")
     values = read_json(folder / CONFIG_FILE)
     if (kind := values.get("model_type")) not in READABLE:
         kinds = ", ".join(READABLE)
@@ -108,7 +111,8 @@ def read_llama_config(folder: Path) -> LMConfig:
         "n_heads": values.get("num_attention_heads"),
         "n_kv_heads": values.get("num_key_value_heads") or values.get("num_attention_heads"),
         "vocab_size": values.get("vocab_size"),
-        "head_dim": values.get("head_dim"),
+        # transformers' default: for other models, hidden_size divided by the number of heads
+        "head_dim": values.get("head_dim") or (128 if kind == "qwen3" else None),
         "hidden_dim": values.get("intermediate_size", 11008),
         "norm_eps": values.get("rms_norm_eps", 1e-6),
         "rope_theta": rope.get("rope_theta") or values.get("rope_theta", 10000.0),

@@ -38,13 +38,27 @@ def inert_weights(config: LMConfig) -> dict[str, Tensor]:
     }
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's weights, in the order in which transformers looks for them.
+    Other files, such as shards of an older version, are not read. Raises WeightsError if there is
+    none."""
+    for name in (WEIGHTS_FILE, "pytorch_model.bin"):
+        if (folder / name).exists():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").exists():
+            named = read_json(index).get("weight_map")
+            if not isinstance(named, dict) or not named:
+                raise WeightsError(f"{index}: has no weight_map, which names the shards")
+            return [folder / shard for shard in sorted(set(map(str, named.values())))]
+    missing = f"no {WEIGHTS_FILE}, and no {WEIGHTS_FILE}.index.json that names shards"
+    raise WeightsError(f"{folder}: {missing}: download the whole folder")
+
+
 def read_llama_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a Hugging Face folder with our names and our order of rows."""
     config = read_llama_config(folder)
-    parts = sorted(folder.glob("model-*-of-*.safetensors")) or [folder / WEIGHTS_FILE]
-    if not parts[0].exists():  # as older versions of transformers, and MiniMind, write it
-        parts = sorted(folder.glob("pytorch_model*.bin")) or parts
-    found = our_weights(chain(*(load_tensors(part).items() for part in parts)), str(folder))
+    parts = chain(*(load_tensors(file).items() for file in weight_files(folder)))
+    found = our_weights(parts, str(folder))
     weights = {name: our_rows(config, name, weight) for name, weight in found.items()}
     output = weights.get("output.weight") if config.tie_embeddings else None
     if output is not None and not torch.equal(output, weights.get("tok_embeddings.weight", output)):
@@ -100,9 +114,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         # Without this setting, a file of llama.cpp's converter puts a space before every text.
         prefix = {"add_prefix_space": read_exact(tokenizer).normalizer_spec.add_dummy_prefix}
     template = tokenizer.chat_template and tokenizer.chat_template.source
-    # A batch needs a piece to fill rows with; its mask hides these pieces. A template that asks for
-    # a missing pad_token would give other ids.
-    if "pad_token" not in (template or ""):
+    if "pad_token" not in (template or ""):  # else the template would render other text
+        # A batch needs a piece to fill rows with; its mask hides these pieces.
         markers = {"pad_token": markers.get("unk_token", markers["eos_token"])} | markers
     write_json(folder / "special_tokens_map.json", markers)
     if chat:

@@ -3,7 +3,6 @@
 No code from a file is run: the readers are safetensors, JSON and torch.load(weights_only=True).
 """
 
-import re
 from pathlib import Path
 
 import torch
@@ -36,10 +35,9 @@ from formats.portable import (
     write_json,
 )
 from formats.tokenizer_json import is_ours, restore
-from formats.weight_names import OUTER, is_learned, our_rows, our_weights
+from formats.weight_names import PREFIX, TABLE, our_rows, our_weights
 from model.config import LMConfig
 
-PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # added by DDP and torch.compile
 # These settings do not follow from the weights. Defaults in Meta's code of Llama 1 and 2:
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": 2048}
 NORMED = {"norm_eps": 1e-6, "rope_theta": 1e6}  # of models with norms of queries and keys: Qwen3's
@@ -137,7 +135,7 @@ def _read_file(
     path: Path, weights: dict[str, Tensor], settings: dict
 ) -> tuple[LMConfig, dict[str, Tensor]]:
     """Return config and renamed weights. Raises UsageError if the config cannot be derived."""
-    if theirs := any(name in weights for name in OUTER.values()):
+    if theirs := any(".self_attn." in name for name in weights):
         weights = our_weights(weights.items(), str(path))
     config = _config_from_shapes(weights, settings, path)
     if theirs:
@@ -159,7 +157,8 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
     said = {name: said[name] for name in ("n_heads", *DEFAULTS) if name in said}
     if others := [name for name, value in content.items() if not isinstance(value, Tensor)]:
         raise WeightsError(f"{path}: not a state dict: {others[0]} is not a tensor")
-    return {PREFIX.sub("", name): content[name] for name in content if is_learned(name)}, said
+    weights = {name: tensor for name, tensor in content.items() if not TABLE.search(name)}
+    return {PREFIX.sub("", name): tensor for name, tensor in weights.items()}, said
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:

@@ -20,6 +20,7 @@ from model.transformer import Transformer
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class WeightsError(UsageError, ConfigError):
@@ -136,6 +137,6 @@ def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) 
         tensor, shape = weights[name], tuple(parameter.shape)
         if (given := tuple(tensor.shape)) != shape:
             raise WeightsError(f"{source}: {name} has shape {given}, the model needs {shape}")
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            wrong = "contains NaN or infinity, or is not floating point"
+        if tensor.dtype not in FLOATS or not tensor.isfinite().all():
+            wrong = "contains NaN or infinity, or is not floating point of 16 bits or more"
             raise WeightsError(f"{source}: {name} {wrong}")

@@ -79,19 +79,32 @@ def llama_name(name: str) -> str:
     return OUTER[name]
 
 
+# What other programs put before names: DDP, torch.compile, AutoModelForCausalLM (not AutoModel).
+PREFIX = re.compile(r"^(module\.|_orig_mod\.|transformer\.|model\.)+")
+OUTER_NAMES = {PREFIX.sub("", theirs): ours for ours, theirs in OUTER.items()}
+INNER_NAMES = {theirs: ours for ours, theirs in IN_LAYER.items()}
+
+
 def our_name(name: str, source: str) -> str:
     """Return our name for Hugging Face's `name`. Raises WeightsError if there is none."""
-    layer = re.fullmatch(r"model\.layers\.(\d+)\..+\.weight", name)
-    candidates = [*OUTER, *(f"layers.{layer[1]}.{inner}.weight" for inner in IN_LAYER if layer)]
-    for ours in candidates:
-        if llama_name(ours) == name:
-            return ours
-    raise WeightsError(f"{source}: {name} has no counterpart in this model")
+    core = PREFIX.sub("", name)
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", core)
+    if layer and layer[2] in INNER_NAMES:
+        return f"layers.{layer[1]}.{INNER_NAMES[layer[2]]}.weight"
+    if core in OUTER_NAMES:
+        return OUTER_NAMES[core]
+    why = "has no counterpart in this model"
+    if "lora_" in name:
+        why = "is an adapter: merge it into its base with merge_and_unload() of PEFT, and save that"
+    elif not name.endswith((".weight", ".bias")) or "scale" in name:
+        why = "is of a quantised model: import the model that is not quantised"
+    raise WeightsError(f"{source}: {name} {why}")
 
 
-def is_learned(name: str) -> bool:
-    """Return False for tables of positions and masks, which some programs save with the weights."""
-    return name.endswith((".weight", ".bias"))
+# Tables of positions and masks, which some programs save with the weights.
+TABLE = re.compile(
+    r"(^|\.)(inv_freq|rope\.freqs|freqs_(cis|cos|sin)|pos_cis|(sin|cos)_cached|mask)$"
+)
 
 
 EXPERT = re.compile(r"\.(shared_)?experts\.(\d+)")  # in names of an expert's matrices
@@ -112,9 +125,11 @@ def our_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> dict[str,
         if not isinstance(weight, Tensor):
             raise WeightsError(f"{source}: {name} is not a tensor")
         is_inert = not weight.numel() or name.endswith("shared_expert_gate.weight")
-        if not is_learned(name) or is_inert:
+        if TABLE.search(name) or is_inert:
             continue
         ours = our_name(EXPERT.sub("", name), source)
+        if ours in renamed:
+            raise WeightsError(f"{source}: {name} is there twice, under two prefixes")
         if expert := EXPERT.search(name):  # shared experts follow the routed ones
             stacks[ours.removesuffix(".weight")][bool(expert[1]), int(expert[2])] = weight
         else:

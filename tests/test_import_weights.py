@@ -10,7 +10,7 @@ import torch
 from conftest import VOCAB_SIZE
 from safetensors.torch import load_file, save_file
 from test_export_hf import some_tokens, write_weights
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from formats.portable import load_portable
 from scripts import export_hf, import_weights
@@ -202,11 +202,96 @@ def test_a_folder_with_pytorch_model_bin_is_read_but_its_code_is_not_run(llama, 
         shutil.copy(llama / "config.json", tmp_path / name)
         for part, tensors in parts.items():
             torch.save(tensors, tmp_path / name / f"pytorch_model{part and '-'}{part}.bin")
+        index = {key: f"pytorch_model-{part}.bin" for part in parts for key in parts[part]}
+        if len(parts) > 1:
+            write_index(tmp_path / name / "pytorch_model.bin", index)
         import_weights.main([str(tmp_path / name), str(tmp_path / f"{name}-out")])
         assert_same_model(tmp_path / f"{name}-out", llama)
     for value, says in ((Malicious(), "holds code, which is not run"), (2, "x is not a tensor")):
         torch.save({"x": value}, tmp_path / "one" / "pytorch_model.bin")
         assert says in refusal(import_weights, tmp_path / "one", tmp_path / "refused")
+
+
+def write_index(file: Path, shards: dict[str, str]) -> None:
+    file.with_name(f"{file.name}.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def test_only_the_shards_of_the_index_are_read_and_a_whole_file_comes_first(
+    llama, tmp_path, refusal
+):
+    """A folder may hold shards of an older version, or lack one that is not downloaded yet."""
+    state = load_file(llama / "model.safetensors")
+    new, old = {"1-of-2": sorted(state)[:9], "2-of-2": sorted(state)[9:]}, {"1-of-1": state}
+    folder = shutil.copytree(llama, tmp_path / "llama")
+    for parts, factor in ((new, 1.0), (old, 0.5)):
+        for part, names in parts.items():
+            tensors = {name: state[name] * factor for name in names}
+            save_file(tensors, folder / f"model-{part}.safetensors")
+    import_weights.main([str(folder), str(tmp_path / "whole")])
+    assert_same_model(tmp_path / "whole", llama)
+    (folder / "model.safetensors").unlink()
+    line = refusal(import_weights, folder, tmp_path / "out")
+    assert "no model.safetensors, and no model.safetensors.index.json that names shards" in line
+    shards = {name: f"model-{part}.safetensors" for part in new for name in new[part]}
+    write_index(folder / "model.safetensors", shards)
+    import_weights.main([str(folder), str(tmp_path / "named")])
+    assert_same_model(tmp_path / "named", llama)
+    (folder / "model-2-of-2.safetensors").unlink()
+    assert "model-2-of-2.safetensors" in refusal(import_weights, folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("add", ["module.", "transformer.model.", None])
+def test_prefixes_of_names_are_left_out(llama, tmp_path, add):
+    """AutoModel saves names without "model." (None here)."""
+    state = load_file(llama / "model.safetensors")
+    named = {
+        (add or "") + name.removeprefix("" if add else "model."): state[name] for name in state
+    }
+    folder = shutil.copytree(llama, tmp_path / "llama")
+    save_file(named, folder / "model.safetensors")
+    import_weights.main([str(folder), str(tmp_path / "a")])
+    flags = ["--n_heads", "6", "--norm_eps", "1e-6", "--max_seq_len", "64"]
+    import_weights.main([str(folder / "model.safetensors"), str(tmp_path / "b"), *flags])
+    for name in ("a", "b"):
+        assert_same_model(tmp_path / name, llama)
+
+
+def test_quantised_weights_and_adapters_are_refused_by_name_with_the_remedy(
+    llama, tmp_path, refusal
+):
+    state = load_file(llama / "model.safetensors")
+    layer = "model.layers.0.self_attn.q_proj."
+    weight = state.pop(f"{layer}weight")
+    scale, eight_bits = torch.ones(1), (weight * 9).to(torch.int8)
+    cases = {
+        "weight_scale_inv is of a qu": {"weight": weight.bfloat16(), "weight_scale_inv": scale},
+        "weight_scale is of a quant": {"weight": eight_bits, "weight_scale": scale},
+        "SCB is of a quantised model": {"weight": eight_bits, "SCB": scale},
+        "absmax is of a quantised mo": {"weight": eight_bits, "weight.absmax": scale},
+        "qweight is of a quantised": {"qweight": eight_bits},
+        "is not floating point of 16 bits or more": {"weight": weight.to(torch.float8_e4m3fn)},
+        "is an adapter: merge it": {"weight": weight, "lora_A.weight": scale},
+    }
+    folder = shutil.copytree(llama, tmp_path / "llama")
+    for says, tensors in cases.items():
+        named = {layer + name: tensor for name, tensor in tensors.items()}
+        save_file(state | named, folder / "model.safetensors")
+        assert says in refusal(import_weights, folder, tmp_path / "out")
+        file = folder / "model.safetensors"
+        assert says in refusal(import_weights, file, tmp_path / "out", "--n_heads", "6")
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "config.json").unlink()
+    assert "merge_and_unload() of PEFT" in refusal(import_weights, folder, tmp_path / "out")
+
+
+def test_a_qwen3_without_head_dim_has_heads_of_128_channels(tmp_path):
+    shape = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCAB_SIZE}
+    torch.manual_seed(1)
+    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(tmp_path / "qwen3")
+    edited(tmp_path / "qwen3", tmp_path / "without", head_dim=None)
+    import_weights.main([str(tmp_path / "without"), str(tmp_path / "out")])
+    assert load_portable(tmp_path / "out").config.head_dim == 128
 
 
 def test_only_an_older_import_is_replaced_and_only_with_overwrite(llama, tmp_path, refusal):
