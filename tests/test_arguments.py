@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import error_of
@@ -7,8 +8,10 @@ from small_model import opinionated
 from common.errors import UsageError
 from model import ConfigError, LMConfig
 from model.lora import LoRA
+from storage.folder import RunFolder
 from training.arguments import SFTArguments, TrainingArguments, flags_of, parse_arguments
 from training.inputs import prepared_data
+from training.resume import StartingPoint
 
 FLAGS = [item for item, _ in [*flags_of(TrainingArguments), *flags_of(LMConfig)]]
 NUMBERS = {x.name: x.type for x in FLAGS if x.type in (int, int | None, float, float | None)}
@@ -120,7 +123,8 @@ def test_the_lora_flags_become_the_adapters_of_the_model():
     ],
 )
 def test_fine_tuning_flags_that_are_wrong_or_contradict_each_other_are_refused(flags, says):
-    assert says in error_of(lambda: prepared_data(SFTArguments(**flags), None, None))
+    start = StartingPoint(RunFolder(Path("out/runs/new")))
+    assert says in error_of(lambda: prepared_data(SFTArguments(**flags), start, None, None))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

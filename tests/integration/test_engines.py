@@ -111,7 +111,7 @@ import train_pretrain_accelerate as program
 from common.errors import TooLittleMemoryError
 from model import Transformer
 from training.arguments import TrainingArguments
-from training.measurement import measure_steps
+from training.measurement import measure
 
 train, alive = program.train, []
 
@@ -129,7 +129,7 @@ if len(sys.argv) > 2:
     flags["deepspeed"] = sys.argv[2]
 for _ in range(3):
     try:
-        measure_steps(TrainingArguments, dict(flags), 1)
+        measure(TrainingArguments, dict(flags), (1,), seconds=60)
     except TooLittleMemoryError:
         print("too little memory")
 print("alive:", *alive)
