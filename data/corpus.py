@@ -44,6 +44,7 @@ BATCH_ROWS = 64  # rows of Parquet in memory at once
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.
 LONGEST_FIELD = 1 << 26  # characters
 DELIMITERS = (",", ";", "\t", "|")  # of a .csv; Excel writes semicolons in much of Europe
+NO_DELIMITER = "\x1f"
 # Folders that are not part of the built-in text: tests, installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # The words for splits in names of files and folders, as in Hugging Face's `datasets`.
@@ -215,7 +216,8 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
             try:
                 row = next(rows, None)
             except csv.Error as error:  # only this row is wrong
-                yield Record(path, rows.line_num, b"", f"cannot be read: {error}")
+                problem = str(error).replace(f"'{NO_DELIMITER}'", "the line's end")
+                yield Record(path, rows.line_num, b"", f"cannot be read: {problem}")
                 continue
             if row is None:
                 return
@@ -227,7 +229,8 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
 
 
 def _delimiter(path: str, column: str) -> str:
-    """Return the delimiter with which the header has the column, or else the most columns."""
+    """Return the delimiter with which the header has the column, or else the most columns. In a
+    file with a single column, a comma is text."""
     headers = {}
     for delimiter in DELIMITERS:
         with (
@@ -235,7 +238,8 @@ def _delimiter(path: str, column: str) -> str:
             suppress(csv.Error),  # with a wrong delimiter
         ):
             headers[delimiter] = next(csv.reader(file, strict=True, delimiter=delimiter), [])
-    return max(headers, key=lambda d: (column in headers[d], len(headers[d])), default=",")
+    best = max(headers, key=lambda d: (column in headers[d], len(headers[d])), default=",")
+    return NO_DELIMITER if len(headers.get(best, "")) == 1 else best
 
 
 def parquet_rows(
