@@ -28,6 +28,7 @@ class Tokenizer:
     Raises UsageError if the file is not a model with the pieces <s> and </s>."""
 
     _space = SPACE_SYMBOL  # how pieces spell a space
+    more_end_ids = ()  # tokens of an imported model that end an answer, besides eos_id
     chat_template = None  # a JinjaTemplate of an imported model; None: data/chat_template.py's
 
     def __init__(self, path: str | Path):

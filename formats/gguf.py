@@ -77,6 +77,8 @@ def add_vocabulary(
     writer.add_unk_token_id(vocabulary.trainer_spec.unk_id)
     writer.add_bos_token_id(tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
+    for id in tokenizer.more_end_ids[:1]:  # GGUF has one key for a second end token
+        writer.add_eot_token_id(id)
     writer.add_add_bos_token(True)  # every document in training began with BOS
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(vocabulary.normalizer_spec.add_dummy_prefix)

@@ -13,6 +13,7 @@ from data.tokenizer import TOKENIZER_FILE, TOKENIZER_JSON, JsonTokenizer, Tokeni
 from formats.config_json import llama_config, read_llama_config
 from formats.portable import (
     CONFIG_FILE,
+    GENERATION_FILE,
     WEIGHTS_FILE,
     WeightsError,
     load_tensors,
@@ -89,7 +90,9 @@ def write_model(folder: Path, model: Transformer, tokenizer: Tokenizer, dtype: s
     values = llama_config(config, dtype, tokenizer.bos_id, tokenizer.eos_id)
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
     generation = {name: values[name] for name in ("bos_token_id", "eos_token_id")}
-    write_json(folder / "generation_config.json", generation)
+    if tokenizer.more_end_ids:
+        generation["eos_token_id"] = [tokenizer.eos_id, *tokenizer.more_end_ids]
+    write_json(folder / GENERATION_FILE, generation)
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:

@@ -24,9 +24,11 @@ from formats.config_json import read_llama_config
 from formats.hugging_face import read_llama_weights
 from formats.portable import (
     CONFIG_FILE,
+    GENERATION_FILE,
     WEIGHTS_FILE,
     WeightsError,
     build_config,
+    end_ids,
     load_tensors,
     read_json,
     require_fit,
@@ -86,6 +88,10 @@ def import_weights(
             if not restore(path, folder / TOKENIZER_FILE):
                 copy_tokenizer(open_tokenizer(path).path, folder)
         copied += _copy_template(source, path.parent, folder)
+        ends = end_ids(source) if source.is_dir() else set()
+        known = {open_tokenizer(folder).eos_id} if tokenizer_in(folder).exists() else set()
+        if len(ends | known) > 1:
+            write_json(folder / GENERATION_FILE, {"eos_token_id": sorted(ends)})
     shown = (
         f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed)}"
         for name in ("n_heads", *DEFAULTS, *(EXPERTS if config.use_moe else ()))
@@ -127,7 +133,8 @@ def _template(folder: Path) -> str | None:
 def is_import(folder: Path) -> bool:
     """Return True for a folder of portable weights, perhaps with tokenizer and chat template."""
     names = {path.name for path in folder.iterdir()}
-    others = names - {CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
+    known = {CONFIG_FILE, GENERATION_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
+    others = names - known
     return CONFIG_FILE in names and not others and "n_layers" in read_json(folder / CONFIG_FILE)
 
 

@@ -20,6 +20,7 @@ from model.transformer import Transformer
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"  # names end tokens; of imported models with several
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -84,6 +85,16 @@ def load_config(folder: Path) -> LMConfig:
     """Read config.json of a folder. Raises WeightsError if it is missing or damaged."""
     path = folder / CONFIG_FILE
     return build_config(read_json(path), path)
+
+
+def end_ids(folder: Path) -> set[int]:
+    """Return the end tokens that a folder's GENERATION_FILE and CONFIG_FILE name: an id or a list
+    in each. Raises WeightsError if a file is damaged."""
+    found = []
+    for name in (GENERATION_FILE, CONFIG_FILE):
+        given = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+        found += given if isinstance(given, list) else [given]
+    return {id for id in found if type(id) is int}
 
 
 def build_config(values: dict, source: Path) -> LMConfig:

@@ -68,7 +68,7 @@ class Continuation:
 
 @dataclass(kw_only=True, eq=False)
 class StreamedText(Continuation):
-    """A continuation that delivers its text piece by piece, and ends at the token eos_id.
+    """A continuation that delivers its text piece by piece, and ends at an end token.
 
     Text that the next token may change is held back: an incomplete character, or the possible
     beginning of a stop string.
@@ -83,7 +83,7 @@ class StreamedText(Continuation):
 
     def __post_init__(self):
         super().__post_init__()
-        self.stop_ids = (self.tokenizer.eos_id,)
+        self.stop_ids = (self.tokenizer.eos_id, *self.tokenizer.more_end_ids)
         self.text = ""  # delivered so far
         # Some tokenizers drop a leading space when they decode, so put an "x" in front.
         self._before = self.tokenizer.encode("x")

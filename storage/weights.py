@@ -132,6 +132,7 @@ def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     Raises UsageError or ConfigError if files are missing, damaged, or do not match."""
     folder = WeightsFolder.find(name)
     tokenizer, file = open_tokenizer(folder.tokenizer), folder.tokenizer.parent / TEMPLATE_FILE
+    tokenizer.more_end_ids = sorted(portable.end_ids(file.parent) - {tokenizer.eos_id})
     chats = file.exists()
     template = file.read_text(encoding="utf-8") if chats else ""
     if template.strip() not in ("", PLAIN_JINJA) and isinstance(tokenizer, JsonTokenizer):

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from data.chat_template import TEMPLATE_FILE, encode_chat_prompt
 from data.conversations import Turn
 from formats.portable import load_portable
-from inference.generation import generate
+from inference.generation import StreamedText, generate
 from inference.sampling import Sampling
 from inference.server.requests import ChatRequest
 from scripts import chat, export_hf, import_weights
@@ -192,3 +192,34 @@ def test_a_template_that_refuses_a_message_or_fails_is_an_error_of_one_line(
     line = error_of(encode_chat_prompt, tokenizer, [Turn("user", "forbidden")])
     assert line.startswith("the model's chat template: ")
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("config", "generation"),
+    [(2, [2, 396]), ([2, 396], None), (396, None), (None, 396)],
+)
+def test_an_answer_ends_at_each_end_token_of_config_json_and_generation_config_json(
+    texts, tmp_path, config, generation
+):
+    source = write_chat_model(tmp_path / "theirs", texts)
+    values = json.loads((source / "config.json").read_text()) | {"eos_token_id": config}
+    (source / "config.json").write_text(json.dumps(values))
+    (source / "generation_config.json").unlink(missing_ok=True)
+    if generation:
+        (source / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    import_weights.main([str(source), str(tmp_path / "ours")])
+    export_hf.main([str(tmp_path / "ours"), str(tmp_path / "hf")])
+    import_weights.main([str(tmp_path / "hf"), str(tmp_path / "again")])
+    for name in ("ours", "again"):
+        tokenizer = load_trained(str(tmp_path / name)).tokenizer
+        assert tokenizer.eos_id != 396
+        text = StreamedText(
+            prompt=[1],
+            max_new_tokens=9,
+            sampling=Sampling(),
+            tokenizer=tokenizer,
+            deliver=lambda *_: None,
+        )
+        text.take(5)
+        text.take(396)
+        assert (text.ids, text.finish_reason) == ([5], "stop")
