@@ -8,7 +8,7 @@ from common.parser import OneLineParser
 from inference.prompts import say
 from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
-LOCAL = ("127.0.0.1", "localhost")  # hosts that only this machine can reach
+LOCAL = ("127.0.0.1", "localhost", "::1")  # hosts that only this machine can reach
 
 
 @one_line_errors("serve", UsageError)
@@ -17,6 +17,8 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add_model_flags(add)
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses")
+    hosts = "also accept this name in the Host header, such as a proxy's; can be repeated"
+    add("--allowed_host", action="append", default=[], help=hosts)
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     add("--name", help="name of the model in requests (default: from its folder)")
     add("--batch_size", type=at_least_1, default=16, help="answers computed together; others wait")
@@ -36,9 +38,10 @@ def main(argv: list[str] | None = None) -> None:
         context=decoder.config.max_seq_len,
         name=args.name or trained.name,
         sampling=sampling,
-        hosts=LOCAL if args.host in LOCAL else ("*",),
+        hosts=(*LOCAL, *args.allowed_host) if args.host in LOCAL else ("*",),
     )
-    address = f"http://{args.host}:{bound.getsockname()[1]}"
+    shown = f"[{args.host}]" if ":" in args.host else args.host
+    address = f"http://{shown}:{bound.getsockname()[1]}"
     say(f"{served.name} at {address} (a page), {address}/v1 (OpenAI's interface)")
     if args.host not in LOCAL:
         say("WARNING: anyone who can reach this machine can use the model: there is no API key")

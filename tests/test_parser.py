@@ -33,3 +33,14 @@ def test_bytes_that_are_not_utf8_are_not_text():
 def test_a_program_that_deepspeeds_launcher_cannot_start_names_the_launcher_that_can(typed):
     with pytest.raises(UsageError, match="use accelerate launch --use_deepspeed --deepspeed_con"):
         parser().parse_args([typed])
+
+
+def test_a_text_may_begin_with_a_dash_but_a_flag_is_never_taken_for_a_text():
+    made = parser()
+    made.add_argument("--prompt", action="append", help="text")
+    typed = ["--prompt", "-x", "--prompt", "- [ ] y", "--prompt", "---", "--greedy", "--dim", "3"]
+    args = made.parse_args(typed)
+    assert (args.prompt, args.greedy, args.dim) == (["-x", "- [ ] y", "---"], True, 3)
+    for mistake in (["--prompt", "--greedy"], ["--prompt", "--gredy"]):
+        with pytest.raises(UsageError, match="begins with a dash: --prompt=VALUE"):
+            made.parse_args(mistake)

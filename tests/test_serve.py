@@ -11,10 +11,11 @@ from conftest import SAFETY_NET_SECONDS, wait_for
 from live_server import LiveServer
 from starlette.testclient import TestClient
 
+from common.errors import UsageError
 from data.chat_template import encode_chat_prompt
 from data.conversations import Turn
 from inference.sampling import Sampling
-from inference.server.app import Served, make_app, once_per_kind
+from inference.server.app import Served, bind, make_app, once_per_kind
 from scripts.serve import LOCAL
 
 LONG, SHORT = 1 << 16, 100  # contexts in tokens: no text fills LONG, a long question fills SHORT
@@ -237,11 +238,52 @@ def test_the_openai_package_understands_the_errors(servers):
     assert refused.value.code == "model_not_found"
 
 
-@pytest.mark.parametrize("hosts", [LOCAL, ("*",)])
+def test_the_role_developer_is_the_role_system(server):
+    ids = [
+        post(server, CHAT, {"messages": [{"role": role, "content": "a"}, TURN], "max_tokens": 1})
+        for role in ("developer", "system")
+    ]
+    assert [code for code, _ in ids] == [200, 200]
+    assert ids[0][1]["usage"] == ids[1][1]["usage"]
+
+
+def test_one_model_is_described_by_its_name(servers):
+    client = client_of(servers["short"])
+    assert client.models.retrieve("short").id == "short"
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("org/other")
+    assert refused.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_the_server_listens_on_addresses_of_both_versions(host):
+    try:
+        with bind(host, 0) as bound:
+            socket.create_connection((host, bound.getsockname()[1])).close()
+    except UsageError:
+        pytest.skip(f"this machine has no {host}")
+
+
+def test_a_web_page_of_another_site_gets_no_permission_to_read(server):
+    connection = http.client.HTTPConnection(*server.address)
+    asks = {"Origin": "http://other.example", "Access-Control-Request-Method": "POST"}
+    for method, path in (("OPTIONS", CHAT), ("GET", "/v1/models")):
+        connection.request(method, path, headers=asks)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.getheader("Access-Control-Allow-Origin") is None
+
+
+@pytest.mark.parametrize("hosts", [(*LOCAL, "llm.example.org"), LOCAL, ("*",)])
 def test_only_a_local_server_refuses_other_host_names(hosts):
     settings = {"worker": None, "tokenizer": None, "context": 8, "sampling": Sampling()}
     client = TestClient(make_app(Served(**settings, name="a", hosts=hosts)))
-    strangers = ("evil.example:8000", "localhost.evil.example")
-    for host in ("127.0.0.1:8000", "localhost:1", *strangers):
-        expected = 400 if host in strangers and "*" not in hosts else 200
-        assert client.get("/", headers={"Host": host}).status_code == expected
+    strangers = ["evil.example:8000", "localhost.evil.example"]
+    strangers += [] if "llm.example.org" in hosts else ["llm.example.org"]
+    for host in ("127.0.0.1:8000", "localhost:1", "[::1]:8000", "llm.example.org", *strangers):
+        answer = client.get("/v1/models", headers={"Host": host})
+        if host in strangers and "*" not in hosts:
+            assert answer.status_code == 400
+            assert f"--allowed_host {host.split(':')[0]}" in answer.json()["error"]["message"]
+        else:
+            assert answer.status_code == 200

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from pydantic import ValidationError
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
@@ -61,9 +60,14 @@ FAILED = {  # finish_reason: status, message
 
 def make_app(served: Served) -> FastAPI:
     """Return the application with OpenAI's paths and the chat page at "/"."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # Against DNS rebinding: a web page may point its own host name at this machine.
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=served.hosts)
+
+    async def check_host(request: Request) -> None:
+        # Against DNS rebinding: a web page may point its own host name at this machine.
+        if not {"*", request.url.hostname} & set(served.hosts):
+            raise ApiError(400, f"start the server with --allowed_host {request.url.hostname}")
+
+    pages = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(**pages, dependencies=[Depends(check_host)])
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=499))
     page = PAGE.read_text(encoding="utf-8").replace("{{name}}", html.escape(served.name))
 
@@ -77,10 +81,16 @@ def make_app(served: Served) -> FastAPI:
     async def chat_page() -> str:
         return page
 
+    described = {"id": served.name, "object": "model", "created": 0, "owned_by": "local"}
+
     @app.get("/v1/models")
     async def models() -> dict:
-        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "local"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [described]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict:
+        require_model(served, name)
+        return described
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -112,12 +122,17 @@ async def read(form: type[GenerationRequest], request: Request) -> GenerationReq
         raise ApiError(400, "; ".join(messages).removeprefix(": "), param) from error
 
 
+def require_model(served: Served, name: str | None) -> None:
+    """Raise ApiError if a request names another model than the one that is served."""
+    if name not in (None, served.name):
+        message = f"there is no model {name!r} here, only {served.name!r}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+
 async def answer(served: Served, form: type[GenerationRequest], request: Request) -> Response:
     """Answer a request. Raises ApiError if the request is refused or, without stream, fails."""
     fields = await read(form, request)
-    if fields.model not in (None, served.name):
-        message = f"there is no model {fields.model!r} here, only {served.name!r}"
-        raise ApiError(404, message, "model", "model_not_found")
+    require_model(served, fields.model)
     try:
         sampling = fields.sampling(served.sampling)
         prompt, next_ids = await run_in_threadpool(fields.encode, served.tokenizer)
@@ -212,7 +227,8 @@ def usage(text: StreamedText) -> dict:
 def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises UsageError if the address cannot be used."""
     try:
-        return socket.create_server((host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise UsageError(f"--host {host} --port {port}: {error}") from error
 

@@ -87,7 +87,10 @@ class ChatRequest(GenerationRequest):
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Return the ids of the prompt, and [], because every token may follow. Raises ValueError
         if the messages are not a conversation that ends with a question."""
-        turns = [Turn(message.role, text_of(message.content)) for message in self.messages]
+        # OpenAI's newer name of the role "system" is "developer".
+        roles = ["system" if m.role == "developer" else m.role for m in self.messages]
+        contents = [text_of(message.content) for message in self.messages]
+        turns = list(map(Turn, roles, contents))
         check_turns(turns, "messages")
         if turns[-1].role != USER:
             raise ValueError("messages: the last message must have the role user")
