@@ -21,7 +21,7 @@ from tokenizers import decoders, models, normalizers, processors
 
 from common.errors import UsageError
 from data.chat_template import JINJA_TURN, PLAIN_JINJA
-from data.tokenizer import SPACE_SYMBOL, Tokenizer
+from data.tokenizer import SPACE_SYMBOL, TOKENIZER_FILE, Tokenizer, tokenizer_in
 from data.tokenizer_training import BOS_ID, EOS_ID, LONGEST_LINE, RESERVED_PIECES, UNK_ID
 
 # transformers also looks for markers in a user's text. `exported_jinja` therefore puts these two
@@ -167,6 +167,17 @@ def read_exact(tokenizer: Tokenizer) -> ModelProto:
         hint = "ids would differ in other programs (export_hf --no-tokenizer exports only weights)"
         raise UsageError(f"{tokenizer.path} {found[0]}: {hint}")
     return model
+
+
+def export_warning(folder: str | Path) -> str:
+    """Say which exports will refuse the tokenizer of a data folder, and why; otherwise ""."""
+    path = tokenizer_in(Path(folder))
+    try:
+        if path.name == TOKENIZER_FILE and path.is_file():
+            read_exact(Tokenizer(path))
+    except UsageError as error:
+        return f"WARNING: export_hf and export_gguf will refuse the tokenizer: {error}"
+    return ""
 
 
 def written(piece: ModelProto.SentencePiece) -> str:

@@ -30,6 +30,7 @@ from data.corpus import (
 )
 from data.prepare import PackingOptions, default_out, defaults_for, find_prepared, prepare
 from data.shards import CONVERSATIONS, TEXT
+from formats.tokenizer_json import export_warning
 
 BY_SIZE = "default: by the size of the text"
 UNSTRUCTURED = (".txt", ".py")  # files without columns
@@ -153,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     find = partial(find_prepared, args.out, files, options, args.reuse, args.overwrite)
     if found := find():
-        print(f"{args.out}: {found}")
+        print_result(args.out, found)
         return
     with one_at_a_time(args.out):
         found = find()  # another process may have prepared the data in the meantime
@@ -164,7 +165,13 @@ def main(argv: list[str] | None = None) -> None:
             with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
                 description = prepare(files, args.out, options, bar.update)
             found = report(description, options, args.data, files, time.perf_counter() - start)
-        print(f"{args.out}: {found}")
+        print_result(args.out, found)
+
+
+def print_result(out: Path, found: str) -> None:
+    """Print the result and, before anybody trains on the data, what its tokenizer excludes."""
+    warning = export_warning(out)
+    print(f"{out}: {found}" + (f"\n  {warning}" if warning else ""))
 
 
 if __name__ == "__main__":

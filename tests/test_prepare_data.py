@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from conftest import write_corpus
 
 from data.prepare import default_out
@@ -129,6 +130,30 @@ def test_markers_in_texts_are_counted_and_the_remedy_is_shown(workplace, tokeniz
     Path("chat.jsonl").write_text(f"{json.dumps(chat)}\n" * 3)
     main(["--conversations", "chat.jsonl", "--tokenizer", tokenizer.path])
     assert "WARNING: 3 conversations with markers such as '</s>' as text" in capsys.readouterr().out
+
+
+FOREIGN = {"is not BPE": {"model_type": "unigram"}, "has user": {"user_defined_symbols": "+"}}
+
+
+@pytest.mark.parametrize(("reason", "settings"), FOREIGN.items(), ids=FOREIGN)
+def test_a_tokenizer_that_cannot_be_exported_is_named_before_training(
+    workplace, capsys, reason, settings
+):
+    texts = [f"{i} + {i} = {2 * i}" for i in range(300)]
+    with open("foreign.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            **{"sentence_iterator": iter(texts), "model_writer": file, "vocab_size": 280},
+            **{"normalization_rule_name": "identity", "byte_fallback": True, "minloglevel": 2},
+            **{"remove_extra_whitespaces": False, "hard_vocab_limit": False},
+            **{"model_type": "bpe"} | settings,
+        )
+    for _ in range(2):  # also if the data is there already
+        main(["--data", "sums.jsonl", "--tokenizer", "foreign.model", "--workers", "1"])
+        *_, last = capsys.readouterr().out.splitlines()
+        assert "WARNING: export_hf and export_gguf will refuse the tokenizer" in last
+        assert reason in last
+    main([*SMALL, "--data", "sums.jsonl", "--overwrite"])
+    assert "will refuse" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["text", "conversations"])

@@ -15,6 +15,7 @@ from engine.hardware import (
 )
 from engine.launcher_settings import reading_notes
 from engine.memory import DDP, Kind, Workload, estimate, fits, kind_of
+from formats.tokenizer_json import export_warning
 from model import Transformer
 from training.failures import less_memory
 from training.optimizer import muon_matrices
@@ -141,6 +142,7 @@ def warnings(run: Run) -> list[str]:
     texts = []
     if device.type == "cpu" and args.dtype == "bfloat16" and cpu_emulates_bf16():
         texts.append("WARNING: this CPU emulates bf16: --dtype float32 is many times faster")
+    texts += filter(None, [export_warning(args.data)])
     if inputs.val_set is None:
         cause, other = "is shorter than one sequence", "smaller"
         if args.dataset.kind == CONVERSATIONS:
