@@ -13,7 +13,7 @@ from model import Transformer
 from model.lora import LoRA, add_lora, is_adapter
 from scripts import import_weights
 
-MARKERS = SimpleNamespace(bos_id=1, eos_id=2)
+MARKERS = SimpleNamespace(bos_id=1, eos_id=2, more_end_ids=())
 TOKENS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
