@@ -208,6 +208,14 @@ def test_an_existing_file_is_kept_and_a_failed_write_leaves_no_file(weights, sma
     assert list(disk.iterdir()) == []
 
 
+def test_a_second_end_token_is_the_end_of_a_turn(weights):
+    folder = weights()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    reader = export(folder)
+    ends = [key(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    assert ends == [2, 5]
+
+
 def test_the_file_of_a_chat_model_has_the_template_without_escapes(weights):
     folder = weights()
     assert export(folder).get_field("tokenizer.chat_template") is None

@@ -164,6 +164,10 @@ def test_a_batch_of_texts_is_padded_and_continued_as_each_text_alone(weights, ex
     batch = theirs(texts, padding=True, return_tensors="pt")
     assert batch.attention_mask.sum(1).tolist() == [len(theirs(text).input_ids) for text in texts]
     model = AutoModelForCausalLM.from_pretrained(exported)
+    ids = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    alone = theirs(texts[0], return_tensors="pt")
+    expected = model.generate(**alone, max_new_tokens=8, do_sample=False)[0]
+    assert torch.equal(ids[0][-len(expected) :], expected)
     write = pipeline("text-generation", model=model, tokenizer=theirs)
     how = {"max_new_tokens": 8, "max_length": None, "do_sample": False}
     together = write(texts, batch_size=2, **how)
