@@ -36,7 +36,7 @@ cd "$folder"
 source scripts/environment.sh requirements.txt
 
 # Preflight prepares the text, chooses the flags that are not typed, and reports a mistake in one line.
-launch=$("$python" -m launch.preflight "$@")
+launch=$("$python" -m lm.launch.preflight "$@")
 # The launcher runs in its own session, so that it gets each signal once, from this script. When a signal or
 # --time_limit stops the processes, they save the run and create the file STOP_NOTE. Then this script exits with code 0.
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
@@ -45,7 +45,7 @@ for name in PYTHON MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE 
 done
 export RESUME_WITH=${RESUME_WITH% } STOP_NOTE=${TMPDIR:-/tmp}/stopped-$$-$RANDOM
 eval "set -- $launch"
-"$(command -v setsid || echo env)" "$python" -m launch.accelerate_launch "$@" &
+"$(command -v setsid || echo env)" "$python" -m lm.launch.accelerate_launch "$@" &
 launcher=$!
 trap 'kill -TERM "$launcher"' INT TERM HUP USR1
 while :; do

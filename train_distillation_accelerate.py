@@ -6,10 +6,10 @@ The loop differs from pretraining in two ways: the teacher (--teacher, by defaul
 pretraining run) also reads each micro-batch, and the loss also compares the models' logits.
 """
 
-from training.arguments import DistillationArguments
-from training.distillation_loss import distillation_loss
-from training.run import Run
-from training.set_up import run_program
+from lm.training.arguments import DistillationArguments
+from lm.training.distillation_loss import distillation_loss
+from lm.training.run import Run
+from lm.training.set_up import run_program
 
 
 def main(argv: list[str] | None = None) -> None:

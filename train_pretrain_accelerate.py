@@ -6,9 +6,9 @@ The program reads the data that `python -m scripts.prepare_data` wrote, and writ
 step is an optimizer step. A micro-batch is the sequences of one forward pass on one process.
 """
 
-from training.arguments import TrainingArguments
-from training.run import Run
-from training.set_up import run_program
+from lm.training.arguments import TrainingArguments
+from lm.training.run import Run
+from lm.training.set_up import run_program
 
 
 def main(argv: list[str] | None = None) -> None:

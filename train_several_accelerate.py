@@ -18,18 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from common.errors import UsageError, reason
+from lm.common.errors import UsageError, reason
+from lm.report.page import try_to, write_report
+from lm.storage.checkpoint import damage
+from lm.storage.folder import RunFolder, claim, step_of
+from lm.training.arguments import TrainingArguments, as_words, build_parser
+from lm.training.build import random_state, restore_random
+from lm.training.interruption import end_stopped, how_to_resume
+from lm.training.rates import FROM_WEIGHTS
+from lm.training.resume import decided_arguments
+from lm.training.run import Run
+from lm.training.set_up import run_program, select_engine, set_up_together
 from model.config import setting
-from report.page import try_to, write_report
-from storage.checkpoint import damage
-from storage.folder import RunFolder, claim, step_of
-from training.arguments import TrainingArguments, as_words, build_parser
-from training.build import random_state, restore_random
-from training.interruption import end_stopped, how_to_resume
-from training.rates import FROM_WEIGHTS
-from training.resume import decided_arguments
-from training.run import Run
-from training.set_up import run_program, select_engine, set_up_together
 
 # Training flags in which models may differ; model flags such as --dim may differ too. All models
 # share the other flags, most of which concern the batches, the process, or when to log and save.

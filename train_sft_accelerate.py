@@ -7,9 +7,9 @@ pretraining, a sequence holds whole conversations, each of which sees only itsel
 tokens count in the loss.
 """
 
-from training.arguments import SFTArguments
-from training.run import Run
-from training.set_up import run_program
+from lm.training.arguments import SFTArguments
+from lm.training.run import Run
+from lm.training.set_up import run_program
 
 
 def main(argv: list[str] | None = None) -> None:

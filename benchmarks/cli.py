@@ -10,8 +10,8 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from common.numbers import available_cores, counted
-from common.parser import OneLineParser
+from lm.common.numbers import available_cores, counted
+from lm.common.parser import OneLineParser
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "litgpt", "numpy", "sentencepiece")
 LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")

@@ -25,9 +25,9 @@ from benchmarks.cli import clean_environment
 from benchmarks.ours import OurStep, synchronize
 from benchmarks.peers import PEERS, PeerStep
 from benchmarks.work import Work
-from common.errors import UsageError
-from engine.hardware import peak_memory_bytes
-from engine.memory import FILES
+from lm.common.errors import UsageError
+from lm.engine.hardware import peak_memory_bytes
+from lm.engine.memory import FILES
 
 LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model starts
 # Start of the name that an engine must report: a wrong setting can switch an engine off silently.

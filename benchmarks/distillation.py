@@ -17,10 +17,10 @@ from pathlib import Path
 
 from benchmarks.cli import heading, new_parser, table
 from benchmarks.trained import Result, train
-from common.errors import UsageError, one_line_errors, stop_in_order
-from data.shards import read_description
+from lm.common.errors import UsageError, one_line_errors, stop_in_order
+from lm.data.shards import read_description
+from lm.training.arguments import DistillationArguments, TrainingArguments
 from model import ConfigError
-from training.arguments import DistillationArguments, TrainingArguments
 
 PROGRAM = "benchmarks.distillation"
 MUON_FLAGS = "--optimizer muon --learning_rate 1e-2 --lr_schedule wsd --decay_fraction 1"

@@ -37,12 +37,12 @@ from benchmarks.links import DEVICE, limit_rate, simulated_machines
 from benchmarks.ours import OurStep, synchronize
 from benchmarks.processes import adopt_orphans, end_all
 from benchmarks.work import DATA, Work
-from common.errors import UsageError, one_line_errors, stop_in_order
-from common.numbers import available_cores
-from engine.engine import exit_rank
-from engine.hardware import peak_memory_bytes
-from engine.memory import DDP, FILES, GIB
-from engine.network import Network, step_time, traffic
+from lm.common.errors import UsageError, one_line_errors, stop_in_order
+from lm.common.numbers import available_cores
+from lm.engine.engine import exit_rank
+from lm.engine.hardware import peak_memory_bytes
+from lm.engine.memory import DDP, FILES, GIB
+from lm.engine.network import Network, step_time, traffic
 from model import ConfigError
 
 PROGRAM = "benchmarks.engines"

@@ -4,7 +4,7 @@ greedily with the same untrained weights, and take turns in one process.
     python -m benchmarks.generation --sizes 3m 26m
 
 This project is also measured without one optimization: on a CPU the layout of oneDNN
-(`inference.decoder.Packed`), on a GPU CUDA graphs (`inference.decoder.record`).
+(`lm.inference.decoder.Packed`), on a GPU CUDA graphs (`lm.inference.decoder.record`).
 """
 
 import argparse
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from benchmarks.cli import heading, new_parser, table
 from benchmarks.work import SIZES
-from common.errors import UsageError, one_line_errors
-from formats.config_json import llama_config
-from formats.weight_names import to_llama
-from inference import decoder
-from inference.decoder import Decoder
-from inference.generation import generate
-from inference.sampling import Sampling
+from lm.common.errors import UsageError, one_line_errors
+from lm.formats.config_json import llama_config
+from lm.formats.weight_names import to_llama
+from lm.inference import decoder
+from lm.inference.decoder import Decoder
+from lm.inference.generation import generate
+from lm.inference.sampling import Sampling
 from model import Transformer
 
 PROGRAM = "benchmarks.generation"

@@ -27,8 +27,8 @@ from benchmarks import REPOSITORY
 from benchmarks.cli import heading, new_parser, say, table
 from benchmarks.processes import adopt_orphans, end_all
 from benchmarks.turns import NOTE, Turn, read_rows, record, table_rows
-from common.atomic import write_whole
-from common.errors import stop_in_order
+from lm.common.atomic import write_whole
+from lm.common.errors import stop_in_order
 
 PROGRAM = "benchmarks.gpu"
 REPORT, ROWS, TRACES, LOG = "gpu.md", "rows.jsonl", "traces.zip", "log.txt"

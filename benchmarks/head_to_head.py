@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from benchmarks import REPOSITORY
 from benchmarks.cli import clean_environment, heading, new_parser, say, table
 from benchmarks.processes import adopt_orphans, end_all
-from common.errors import UsageError, one_line_errors, stop_in_order
-from data.corpus import parse, read_records
-from storage.weights import load_trained
+from lm.common.errors import UsageError, one_line_errors, stop_in_order
+from lm.data.corpus import parse, read_records
+from lm.storage.weights import load_trained
 
 PROGRAM = "benchmarks.head_to_head"
 OUT = Path("out/benchmarks/head_to_head").absolute()

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from common.errors import UsageError
+from lm.common.errors import UsageError
 
 DEVICE = "eth0"  # the link of a simulated machine
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.errors import stop_in_order
-from engine.memory import estimate
-from training.arguments import parse_arguments
-from training.run import Run
-from training.set_up import set_up
+from lm.common.errors import stop_in_order
+from lm.engine.memory import estimate
+from lm.training.arguments import parse_arguments
+from lm.training.run import Run
+from lm.training.set_up import set_up
 
 LAST_STEP = 1_000_000  # so many steps that --compile auto decides to compile
 # Report and save nothing. Only step LAST_STEP is profiled; `OurStep.profile` takes it.

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.work import Work
-from engine.deepspeed_config import ADAM_EPS
-from engine.hardware import keep_freed_memory, set_threads
-from training.arguments import TrainingArguments
-from training.optimizer import parameter_groups
+from lm.engine.deepspeed_config import ADAM_EPS
+from lm.engine.hardware import keep_freed_memory, set_threads
+from lm.training.arguments import TrainingArguments
+from lm.training.optimizer import parameter_groups
 
 OURS = TrainingArguments()  # the defaults of a run that starts from existing weights
 

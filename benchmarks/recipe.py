@@ -1,4 +1,4 @@
-"""Measure which shape trains best in a given time, to check launch/recipe.py.
+"""Measure which shape trains best in a given time, to check lm/launch/recipe.py.
 
     python -m benchmarks.recipe --data out/data/builtin --minutes 2 8 --shapes 3x128 3x192
     python -m benchmarks.recipe --choices     # print the recipe's choices for several machines
@@ -19,16 +19,16 @@ from matplotlib.figure import Figure
 from benchmarks.cli import heading, new_parser, table
 from benchmarks.trained import train
 from benchmarks.variants import SPEED_STEPS, candidate
-from common.errors import UsageError, one_line_errors, stop_in_order
-from data.prepare import BY_SIZE
-from data.shards import read_description
-from engine.hardware import peak_flops
-from launch import recipe
-from launch.optimizer_flags import loss_flags, optimizer_flags, repetition_flags
-from launch.speed import FORWARD_SHARE, GPU_SHARE
-from launch.time_budget import GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED
+from lm.common.errors import UsageError, one_line_errors, stop_in_order
+from lm.data.prepare import BY_SIZE
+from lm.data.shards import read_description
+from lm.engine.hardware import peak_flops
+from lm.launch import recipe
+from lm.launch.optimizer_flags import loss_flags, optimizer_flags, repetition_flags
+from lm.launch.speed import FORWARD_SHARE, GPU_SHARE
+from lm.launch.time_budget import GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED
+from lm.training.arguments import as_words
 from model import ConfigError
-from training.arguments import as_words
 
 PROGRAM = "benchmarks.recipe"
 NAMES = {f"{n_layers}x{dim}": (n_layers, dim) for n_layers, dim in recipe.SHAPES}

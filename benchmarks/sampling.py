@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.cli import heading, new_parser, table
-from common.errors import UsageError, one_line_errors, stop_in_order
-from data.dataset import PackedDataset
-from inference.decoder import Decoder
-from inference.generation import generate
-from inference.sampling import Sampling
+from lm.common.errors import UsageError, one_line_errors, stop_in_order
+from lm.data.dataset import PackedDataset
+from lm.inference.decoder import Decoder
+from lm.inference.generation import generate
+from lm.inference.sampling import Sampling
+from lm.storage.find import data_of
+from lm.storage.weights import load_trained
 from model import ConfigError
-from storage.find import data_of
-from storage.weights import load_trained
 
 PROGRAM = "benchmarks.sampling"
 PROMPT = 16  # tokens

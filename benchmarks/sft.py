@@ -18,12 +18,12 @@ from statistics import median
 import torch
 
 from benchmarks.cli import heading, new_parser
-from common.errors import UsageError, one_line_errors, stop_in_order
-from data.conversation_set import ConversationRows, ConversationSet
+from lm.common.errors import UsageError, one_line_errors, stop_in_order
+from lm.data.conversation_set import ConversationRows, ConversationSet
+from lm.storage.weights import load_trained
+from lm.training.arguments import SFTArguments
+from lm.training.measurement import measure
 from model import IGNORE_INDEX
-from storage.weights import load_trained
-from training.arguments import SFTArguments
-from training.measurement import measure
 
 PROGRAM = "benchmarks.sft"
 CONVERSATIONS = 16  # in a step of TRL; a step of this repository has about as many tokens

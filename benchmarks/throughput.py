@@ -26,8 +26,8 @@ from benchmarks.contenders import Contender, Team, TeamError, all_contenders, se
 from benchmarks.ours import synchronize
 from benchmarks.turns import NOTE, Turn, record, table_rows
 from benchmarks.work import DATA, SIZES, Work
-from common.errors import UsageError, one_line_errors, stop_in_order
-from engine.hardware import peak_flops, set_threads
+from lm.common.errors import UsageError, one_line_errors, stop_in_order
+from lm.engine.hardware import peak_flops, set_threads
 
 PROGRAM = "benchmarks.throughput"
 REPEATS = 5  # measurements of each product

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from benchmarks import REPOSITORY
 from benchmarks.cli import say
-from common.errors import UsageError
-from data.shards import DESCRIPTION_FILE
+from lm.common.errors import UsageError
+from lm.data.shards import DESCRIPTION_FILE
+from lm.training.arguments import TrainingArguments, parse_arguments
 from model import LMConfig
-from training.arguments import TrainingArguments, parse_arguments
 
 OUT = Path("out/benchmarks/runs")
 # Validate on the whole split, only at the end; keep only the last checkpoint.

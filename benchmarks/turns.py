@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cli import spread
-from common.numbers import memory
+from lm.common.numbers import memory
 
 NOTE = (
     "Speeds are medians over turns; in brackets are the lowest and the highest turn. The speed of "

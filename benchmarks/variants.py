@@ -32,12 +32,12 @@ import torch
 
 from benchmarks.cli import heading, new_parser, table
 from benchmarks.trained import Result, train
-from common.errors import UsageError, one_line_errors, stop_in_order
-from data.shards import read_description
-from launch import recipe
-from launch.optimizer_flags import loss_flags, optimizer_flags, repetition_flags
+from lm.common.errors import UsageError, one_line_errors, stop_in_order
+from lm.data.shards import read_description
+from lm.launch import recipe
+from lm.launch.optimizer_flags import loss_flags, optimizer_flags, repetition_flags
+from lm.training.arguments import as_words
 from model import ConfigError, LMConfig, Transformer
-from training.arguments import as_words
 
 PROGRAM = "benchmarks.variants"
 SPEED_STEPS = 100

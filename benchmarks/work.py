@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import REPOSITORY
-from common.errors import UsageError
-from data.dataset import PackedDataset
-from data.shards import read_description
+from lm.common.errors import UsageError
+from lm.data.dataset import PackedDataset
+from lm.data.shards import read_description
 from model import LMConfig, Transformer
 
 DATA = "out/data/builtin-6400"  # built-in text with MiniMind's vocabulary size, 6,400

@@ -5,8 +5,8 @@ python -m scripts.chat RUN --system "Answer in one sentence." --temperature 0
 
 from contextlib import suppress
 
-from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
+from lm.common.errors import UsageError, one_line_errors
+from lm.common.parser import OneLineParser
 from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
 
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     sampling = sampling_of(args)
     decoder, trained = load_to_talk(args)
-    from inference.terminal import Chat  # imports torch: only after all flags are checked
+    from lm.inference.terminal import Chat  # imports torch: only after all flags are checked
 
     with suppress(ImportError):  # not every system has readline
         import readline  # noqa: F401  arrow keys and history in input()

@@ -16,10 +16,10 @@ import json
 from functools import partial
 from pathlib import Path
 
-from common.errors import UsageError, one_line_errors
-from common.launcher import join_tasks
-from common.parser import OneLineParser
-from data.corpus import BUILTIN, SUFFIXES
+from lm.common.errors import UsageError, one_line_errors
+from lm.common.launcher import join_tasks
+from lm.common.parser import OneLineParser
+from lm.data.corpus import BUILTIN, SUFFIXES
 from scripts.model_flags import at_least_1
 
 
@@ -50,11 +50,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.json and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):
         parser.error(f"--json {args.json}: no file can be written there")
 
-    from engine.zero_inference import config_of_launch, load_divided
-    from evaluation.scoring import build_scorer  # importing torch takes seconds
-    from evaluation.tasks import check_flags, detect_task, evaluate, report
-    from storage.find import data_of
-    from storage.weights import WeightsFolder, load_trained
+    from lm.engine.zero_inference import config_of_launch, load_divided
+    from lm.evaluation.scoring import build_scorer  # importing torch takes seconds
+    from lm.evaluation.tasks import check_flags, detect_task, evaluate, report
+    from lm.storage.find import data_of
+    from lm.storage.weights import WeightsFolder, load_trained
 
     # The weights stay in float32. --dtype is the precision of autocast.
     zero = config_of_launch(args.device, dtype="float32")
@@ -77,6 +77,6 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    from engine.engine import exit_rank
+    from lm.engine.engine import exit_rank
 
     exit_rank()

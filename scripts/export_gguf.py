@@ -7,8 +7,8 @@ llama.cpp computes the same token ids as data.tokenizer, except that it reads U+
 
 from pathlib import Path
 
-from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
+from lm.common.errors import UsageError, one_line_errors
+from lm.common.parser import OneLineParser
 
 
 @one_line_errors("export_gguf", UsageError, OSError)
@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.out.exists() and not args.overwrite:
         parser.error(f"{args.out} exists: pass --overwrite to replace it")
 
-    from formats.gguf import export_gguf  # importing torch takes seconds
-    from storage.weights import load_trained
+    from lm.formats.gguf import export_gguf  # importing torch takes seconds
+    from lm.storage.weights import load_trained
 
     trained = load_trained(args.run)
     summary = export_gguf(trained.model, trained.tokenizer, args.out, args.type, trained.chats)

@@ -6,9 +6,9 @@ python -m scripts.export_hf out/runs/NAME out/hf/NAME
 import argparse
 from pathlib import Path
 
-from common.atomic import new_folder
-from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
+from lm.common.atomic import new_folder
+from lm.common.errors import UsageError, one_line_errors
+from lm.common.parser import OneLineParser
 
 
 @one_line_errors("export_hf", UsageError, OSError)
@@ -23,8 +23,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--overwrite", action="store_true", help="replace an older export in OUT")
     args = parser.parse_args(argv)
 
-    from formats.hugging_face import is_export, write_model, write_tokenizer  # slow import
-    from storage.weights import load_trained
+    from lm.formats.hugging_face import is_export, write_model, write_tokenizer  # slow import
+    from lm.storage.weights import load_trained
 
     with new_folder(args.out, "export", is_export, args.overwrite) as folder:
         trained = load_trained(args.run)

@@ -12,10 +12,10 @@ import os
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from functools import partial
 
-from common.errors import UsageError, one_line_errors
-from common.launcher import join_tasks
-from common.parser import OneLineParser
-from inference.prompts import converse, read_prompts, say
+from lm.common.errors import UsageError, one_line_errors
+from lm.common.launcher import join_tasks
+from lm.common.parser import OneLineParser
+from lm.inference.prompts import converse, read_prompts, say
 from scripts.model_flags import add_model_flags, at_least_1, load, sampling_of
 
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         decoder, trained = load(args)
-        from inference.terminal import write_continuations  # importing torch takes seconds
+        from lm.inference.terminal import write_continuations  # importing torch takes seconds
 
         write = partial(write_continuations, decoder, trained.tokenizer, sampling, flags=args)
         if args.interactive:
@@ -63,6 +63,6 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     main()
     if "RANK" in os.environ:
-        from engine.engine import exit_rank
+        from lm.engine.engine import exit_rank
 
         exit_rank()

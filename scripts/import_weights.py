@@ -8,8 +8,8 @@ names of Llama, llama2.c, MiniMind or Hugging Face.
 
 from pathlib import Path
 
-from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
+from lm.common.errors import UsageError, one_line_errors
+from lm.common.parser import OneLineParser
 
 
 @one_line_errors("import_weights", UsageError, OSError)
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--overwrite", action="store_true", help="replace an older import in OUT")
     args = parser.parse_args(argv)
 
-    from formats.import_weights import import_weights  # importing torch takes seconds
+    from lm.formats.import_weights import import_weights  # importing torch takes seconds
 
     print(import_weights(**vars(args)))
 

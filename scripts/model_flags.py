@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 
-from common.errors import UsageError
-from inference.prompts import say
-from inference.sampling import MEANINGS, Sampling
-from storage.find import BEST
+from lm.common.errors import UsageError
+from lm.inference.prompts import say
+from lm.inference.sampling import MEANINGS, Sampling
+from lm.storage.find import BEST
 
 
 def add_model_flags(add: Callable) -> None:
@@ -42,14 +42,14 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def load(args: argparse.Namespace):
-    """Return the Decoder and the `storage.weights.Trained` of RUN. Raises UsageError if the device
-    or the weights cannot be used."""
+    """Return the Decoder and the `lm.storage.weights.Trained` of RUN. Raises UsageError if the
+    device or the weights cannot be used."""
     import torch
 
-    from engine.hardware import default_dtype
-    from engine.zero_inference import config_of_launch, load_divided
-    from inference.decoder import Decoder
-    from storage.weights import WeightsFolder, load_trained
+    from lm.engine.hardware import default_dtype
+    from lm.engine.zero_inference import config_of_launch, load_divided
+    from lm.inference.decoder import Decoder
+    from lm.storage.weights import WeightsFolder, load_trained
 
     zero = config_of_launch(args.device, args.dtype)  # None without ZeRO-3
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from common.errors import UsageError, one_line_errors
-from common.numbers import columns, counted, memory
-from engine import network
-from engine.compilation import should_compile
-from engine.hardware import GIB, available_memory, peak_flops
-from engine.memory import (
+from lm.common.errors import UsageError, one_line_errors
+from lm.common.numbers import columns, counted, memory
+from lm.engine import network
+from lm.engine.compilation import should_compile
+from lm.engine.hardware import GIB, available_memory, peak_flops
+from lm.engine.memory import (
     GPU,
     OVERHEAD,
     Workload,
@@ -26,11 +26,11 @@ from engine.memory import (
     fits,
     largest_batch,
 )
-from engine.network import LOSS, Network
-from formats.portable import without_memory
+from lm.engine.network import LOSS, Network
+from lm.formats.portable import without_memory
+from lm.training.arguments import as_arguments, build_parser
 from model import ConfigError, LMConfig
 from scripts.model_flags import at_least_1
-from training.arguments import as_arguments, build_parser
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal: https://arxiv.org/abs/2203.15556
 # The training flags that change the estimate. The flags of the model change it too.

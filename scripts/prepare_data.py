@@ -3,7 +3,7 @@
 python -m scripts.prepare_data --data my.jsonl
 python -m scripts.prepare_data --conversations chat.jsonl --tokenizer out/runs/NAME/tokenizer.model
 
-data/conversations.py describes the formats of conversations.
+lm/data/conversations.py describes the formats of conversations.
 """
 
 import argparse
@@ -12,12 +12,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-from common.atomic import one_at_a_time
-from common.errors import UsageError, one_line_errors, stop_in_order
-from common.numbers import available_cores, counted, progress_bar, size
-from common.parser import OneLineParser
-from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from data.corpus import (
+from lm.common.atomic import one_at_a_time
+from lm.common.errors import UsageError, one_line_errors, stop_in_order
+from lm.common.numbers import available_cores, counted, progress_bar, size
+from lm.common.parser import OneLineParser
+from lm.data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
+from lm.data.corpus import (
     BUILTIN,
     SUFFIXES,
     TEXT_COLUMN,
@@ -28,9 +28,9 @@ from data.corpus import (
     suffix_of,
     text_size,
 )
-from data.prepare import PackingOptions, default_out, defaults_for, find_prepared, prepare
-from data.shards import CONVERSATIONS, TEXT
-from formats.tokenizer_json import export_warning
+from lm.data.prepare import PackingOptions, default_out, defaults_for, find_prepared, prepare
+from lm.data.shards import CONVERSATIONS, TEXT
+from lm.formats.tokenizer_json import export_warning
 
 BY_SIZE = "default: by the size of the text"
 UNSTRUCTURED = (".txt", ".py")  # files without columns

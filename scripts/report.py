@@ -5,11 +5,11 @@ python -m scripts.report RUN [RUN ...]
 
 from pathlib import Path
 
-from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
-from report.page import write_report
-from storage.find import find_run
-from storage.folder import RunFolder
+from lm.common.errors import UsageError, one_line_errors
+from lm.common.parser import OneLineParser
+from lm.report.page import write_report
+from lm.storage.find import find_run
+from lm.storage.folder import RunFolder
 
 
 @one_line_errors("report", UsageError, OSError)

@@ -3,9 +3,9 @@
 python -m scripts.serve RUN --port 9000 --temperature 0
 """
 
-from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
-from inference.prompts import say
+from lm.common.errors import UsageError, one_line_errors
+from lm.common.parser import OneLineParser
+from lm.inference.prompts import say
 from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
 LOCAL = ("127.0.0.1", "localhost", "::1")  # hosts that only this machine can reach
@@ -25,10 +25,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     sampling = sampling_of(args)
     try:
-        from inference.server.app import Served, Server, bind
+        from lm.inference.server.app import Served, Server, bind
     except ModuleNotFoundError as error:
         raise UsageError(f"{error}: python -m pip install fastapi uvicorn") from error
-    from inference.worker import Worker
+    from lm.inference.worker import Worker
 
     bound = bind(args.host, args.port)  # fails before the model is loaded
     decoder, trained = load_to_talk(args)

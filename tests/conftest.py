@@ -19,10 +19,10 @@ import psutil
 import pytest
 from warm_ranks import WarmProcess, helper, without_launcher
 
-from common.errors import UsageError
-from data.corpus import parse, read_records
-from data.prepare import PackingOptions, prepare
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from lm.common.errors import UsageError
+from lm.data.corpus import parse, read_records
+from lm.data.prepare import PackingOptions, prepare
+from lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from scripts.check_pins import unsatisfied
 
 # OpenMP's threads spin while they wait for each other. If another program uses the cores too, a
@@ -161,7 +161,7 @@ def accelerator():
 @pytest.fixture
 def engine(accelerator):
     """The engine of a single process."""
-    from engine.engine import Engine
+    from lm.engine.engine import Engine
 
     return Engine(accelerator, "single process", deepspeed=None)
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from model.config import LMConfig
-from training.arguments import (
+from lm.training.arguments import (
     DistillationArguments,
     SFTArguments,
     TrainingArguments,
     flags_of,
     show_default,
 )
+from model.config import LMConfig
 
 
 def flag_table() -> str:

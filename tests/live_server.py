@@ -6,15 +6,15 @@ from pathlib import Path
 from conftest import VOCAB_SIZE
 from small_model import opinionated
 
-from data.chat_template import encode_chat_prompt
-from data.conversations import Turn
-from data.tokenizer import Tokenizer
-from data.tokenizer_training import EOS_ID
-from inference.decoder import Decoder
-from inference.generation import generate
-from inference.sampling import Sampling
-from inference.server.app import Served, Server, bind
-from inference.worker import Worker
+from lm.data.chat_template import encode_chat_prompt
+from lm.data.conversations import Turn
+from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer_training import EOS_ID
+from lm.inference.decoder import Decoder
+from lm.inference.generation import generate
+from lm.inference.sampling import Sampling
+from lm.inference.server.app import Served, Server, bind
+from lm.inference.worker import Worker
 
 
 class LiveServer:

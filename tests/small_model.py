@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from data.tokenizer import copy_tokenizer
-from formats.portable import save_portable
+from lm.data.tokenizer import copy_tokenizer
+from lm.formats.portable import save_portable
 from model import IGNORE_INDEX, LMConfig, Transformer
 from model.lora import LoRA, add_lora, is_adapter
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from launch import accelerate_launch
+from lm.launch import accelerate_launch
 
 
 def test_the_launcher_does_not_wait_for_other_machines_at_its_end(monkeypatch):
@@ -55,7 +55,14 @@ def test_a_program_of_one_process_replaces_the_launcher(tmp_path):
     config, program = tmp_path / "one.yaml", tmp_path / "program.py"
     config.write_text("{compute_environment: LOCAL_MACHINE, distributed_type: 'NO', use_cpu: true}")
     program.write_text("import os\nprint(os.getpid(), flush=True)\nos._exit(3)")
-    command = [sys.executable, "-m", "launch.accelerate_launch", "--config_file", config, program]
+    command = [
+        sys.executable,
+        "-m",
+        "lm.launch.accelerate_launch",
+        "--config_file",
+        config,
+        program,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.read() == f"{process.pid}\n"
     assert process.returncode == 3

@@ -2,10 +2,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.errors import UsageError
-from engine import agreement
-from engine.agreement import on_each_machine, on_every_process, on_main_process, require_the_same
-from engine.engine import Engine
+from lm.common.errors import UsageError
+from lm.engine import agreement
+from lm.engine.agreement import on_each_machine, on_every_process, on_main_process, require_the_same
+from lm.engine.engine import Engine
 from model import ConfigError
 
 

@@ -5,13 +5,13 @@ import pytest
 from conftest import error_of
 from small_model import opinionated
 
-from common.errors import UsageError
+from lm.common.errors import UsageError
+from lm.storage.folder import RunFolder
+from lm.training.arguments import SFTArguments, TrainingArguments, flags_of, parse_arguments
+from lm.training.inputs import prepared_data
+from lm.training.resume import StartingPoint
 from model import ConfigError, LMConfig
 from model.lora import LoRA
-from storage.folder import RunFolder
-from training.arguments import SFTArguments, TrainingArguments, flags_of, parse_arguments
-from training.inputs import prepared_data
-from training.resume import StartingPoint
 
 FLAGS = [item for item, _ in [*flags_of(TrainingArguments), *flags_of(LMConfig)]]
 NUMBERS = {x.name: x.type for x in FLAGS if x.type in (int, int | None, float, float | None)}

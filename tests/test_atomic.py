@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 from conftest import error_of
 
-from common.atomic import new_folder, one_at_a_time, remove, whole_file, whole_folder, write_whole
+from lm.common.atomic import (
+    new_folder,
+    one_at_a_time,
+    remove,
+    whole_file,
+    whole_folder,
+    write_whole,
+)
 
 
 def write_file(path: Path, text: str, error: type[BaseException] | None = None) -> None:

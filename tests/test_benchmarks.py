@@ -16,7 +16,7 @@ from conftest import REPOSITORY, run, wait_for
 from benchmarks import engines, gpu, head_to_head, sampling, throughput
 from benchmarks.ours import OurStep
 from benchmarks.turns import Turn, read_rows, record, table_rows
-from common.errors import UsageError
+from lm.common.errors import UsageError
 
 STEP = "--rounds 1 --steps 2 --warmup_steps 0 --dtype float32"
 LITTLE = "--max_seq_len 32 --batch_size 2 --compile off"
@@ -207,7 +207,7 @@ HANGING = """
 import sys, time
 from pathlib import Path
 from benchmarks.gpu import Part, run_parts
-from common.errors import stop_in_order
+from lm.common.errors import stop_in_order
 stop_in_order()
 out, seconds = Path(sys.argv[1]), float(sys.argv[2])
 before = f"import pathlib; assert 'passed' {{}} pathlib.Path({str(out / 'gpu.md')!r}).read_text()"

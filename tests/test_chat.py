@@ -7,13 +7,13 @@ import pytest
 from conftest import VOCAB_SIZE
 from small_model import opinionated, save_model
 
-from common.errors import UsageError
-from data.chat_template import TEMPLATE_FILE, encode_chat_prompt
-from data.conversations import Turn
-from inference.decoder import Decoder
-from inference.generation import Batch, generate
-from inference.sampling import Sampling
-from inference.terminal import Chat
+from lm.common.errors import UsageError
+from lm.data.chat_template import TEMPLATE_FILE, encode_chat_prompt
+from lm.data.conversations import Turn
+from lm.inference.decoder import Decoder
+from lm.inference.generation import Batch, generate
+from lm.inference.sampling import Sampling
+from lm.inference.terminal import Chat
 from scripts.chat import main
 
 CONTEXT = 192

@@ -10,11 +10,11 @@ from test_tokenizer import NASTY
 from test_tokenizer_json import changed
 from transformers import AutoTokenizer
 
-from data.chat_template import encode_chat_prompt, encode_conversation
-from data.conversations import ROLES, Turn
-from data.tokenizer import Tokenizer, open_tokenizer
-from formats.hugging_face import write_tokenizer
-from formats.tokenizer_json import ESCAPE
+from lm.data.chat_template import encode_chat_prompt, encode_conversation
+from lm.data.conversations import ROLES, Turn
+from lm.data.tokenizer import Tokenizer, open_tokenizer
+from lm.formats.hugging_face import write_tokenizer
+from lm.formats.tokenizer_json import ESCAPE
 
 TURNS = [
     Turn("system", "Be brief."),

@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import load_file
 from small_model import adapted
 
-from common.errors import UsageError
-from model import LMConfig
-from model.lora import is_adapter, merged_weights
-from storage.checkpoint import (
+from lm.common.errors import UsageError
+from lm.storage.checkpoint import (
     MANIFEST,
     OPTIMIZER,
     RANDOM,
@@ -24,8 +22,10 @@ from storage.checkpoint import (
     write_base,
     write_checkpoint,
 )
-from storage.folder import RunFolder
-from storage.weights import WeightsFolder
+from lm.storage.folder import RunFolder
+from lm.storage.weights import WeightsFolder
+from model import LMConfig
+from model.lora import is_adapter, merged_weights
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400, dropout=0.25)
 IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "muon"}

@@ -7,14 +7,14 @@ import pytest
 import torch
 from conftest import error_of
 
-from common.errors import UsageError
-from engine.engine import Engine
+from lm.common.errors import UsageError
+from lm.engine.engine import Engine
+from lm.storage.checkpoint import damage, read_state, write_checkpoint
+from lm.storage.folder import RunFolder, step_of
+from lm.training import checkpoint_writer
+from lm.training.checkpoint_writer import Checkpointer, load_checkpoint
+from lm.training.log import LossMeter
 from model import ConfigError, LMConfig
-from storage.checkpoint import damage, read_state, write_checkpoint
-from storage.folder import RunFolder, step_of
-from training import checkpoint_writer
-from training.checkpoint_writer import Checkpointer, load_checkpoint
-from training.log import LossMeter
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)
 IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "adamw"}
@@ -210,7 +210,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(ru
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("formats.portable.save_tensors", refuse)
+        patch.setattr("lm.formats.portable.save_tensors", refuse)
         checkpointer.save(2, 1.0)
         assert not checkpointer.wait()
     assert checkpointer.log.lines[-1].startswith("CHECKPOINT NOT SAVED: [Errno 28] No space left")
@@ -242,7 +242,7 @@ def test_models_trained_together_prune_when_all_saved_the_same_step(run, tmp_pat
         each.keep_last, each.group = 1, group
         each.save(1, None)
     with monkeypatch.context() as patch:
-        patch.setattr("training.checkpoint_writer.files.write_checkpoint", lambda *_: 1 / 0)
+        patch.setattr("lm.training.checkpoint_writer.files.write_checkpoint", lambda *_: 1 / 0)
         group[0].save(2, None)
         assert not group[0].wait()
     group[1].save(2, None)

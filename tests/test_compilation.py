@@ -7,17 +7,19 @@ from conftest import REPOSITORY, run
 from test_transformer import some_tokens, transformer
 from torch._dynamo.utils import get_optimize_ddp_mode
 
-from common.errors import UsageError
-from engine import compilation
-from engine.compilation import WORTH_FLOPS, compile_blocks, why_not_compile
-from engine.engine import Engine
+from lm.common.errors import UsageError
+from lm.engine import compilation
+from lm.engine.compilation import WORTH_FLOPS, compile_blocks, why_not_compile
+from lm.engine.engine import Engine
 from model import LMConfig, Transformer
 
 needs_compiler = pytest.mark.skipif(
     compilation.obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
 )
 LONG, SHORT = WORTH_FLOPS["cpu"], WORTH_FLOPS["cpu"] / 2
-ASK = "import torch; from engine.compilation import obstacle; print(obstacle(torch.device('cpu')))"
+ASK = (
+    "import torch; from lm.engine.compilation import obstacle; print(obstacle(torch.device('cpu')))"
+)
 
 
 @pytest.fixture(params=[None])

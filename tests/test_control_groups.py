@@ -5,9 +5,9 @@ import psutil
 import pytest
 import torch
 
-from common import control_groups
-from common.numbers import available_cores
-from engine.hardware import available_memory
+from lm.common import control_groups
+from lm.common.numbers import available_cores
+from lm.engine.hardware import available_memory
 
 # A job's step in a group below the job's group, as SLURM makes it.
 STEP_2 = {

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from test_prepare import files_of
 
-from data import encoding
-from data.chat_template import encode_conversation
-from data.conversations import ASSISTANT, Turn
-from data.shards import read_description
-from data.tokenizer import Tokenizer
+from lm.data import encoding
+from lm.data.chat_template import encode_conversation
+from lm.data.conversations import ASSISTANT, Turn
+from lm.data.shards import read_description
+from lm.data.tokenizer import Tokenizer
 
 
 def conversation(i: int) -> list[Turn]:

@@ -9,10 +9,10 @@ import torch
 from conftest import error_of
 from test_dataset import make_folder
 
-from common.errors import UsageError
-from data.conversation_set import ConversationRows, ConversationSet
-from data.dataset import NothingFitsError, PackedDataset
-from data.shards import ShardWriter, token_dtype
+from lm.common.errors import UsageError
+from lm.data.conversation_set import ConversationRows, ConversationSet
+from lm.data.dataset import NothingFitsError, PackedDataset
+from lm.data.shards import ShardWriter, token_dtype
 from model import IGNORE_INDEX
 
 VOCAB_SIZE = 500

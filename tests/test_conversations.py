@@ -7,10 +7,10 @@ import pytest
 import zstandard
 from conftest import error_of
 
-from common.errors import UsageError
-from data import conversations
-from data.conversations import SUFFIXES, Turn, conversation_records, parse_conversation
-from data.corpus import find_files, load_json
+from lm.common.errors import UsageError
+from lm.data import conversations
+from lm.data.conversations import SUFFIXES, Turn, conversation_records, parse_conversation
+from lm.data.corpus import find_files, load_json
 
 PLACE = "chat.jsonl, line 7"
 TURNS = [Turn("system", "Be brief."), Turn("user", " 1 + 1?\n"), Turn("assistant", " 2 ")]

@@ -13,9 +13,9 @@ import pytest
 import zstandard
 from conftest import error_of
 
-from common.errors import UsageError
-from data import corpus, json_objects
-from data.corpus import (
+from lm.common.errors import UsageError
+from lm.data import corpus, json_objects
+from lm.data.corpus import (
     JSON,
     SECTION_BYTES,
     Record,

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import UsageError
-from data.dataset import PackedDataset, WithNoise
-from data.shards import ShardWriter, token_dtype
+from lm.common.errors import UsageError
+from lm.data.dataset import PackedDataset, WithNoise
+from lm.data.shards import ShardWriter, token_dtype
 
 
 def make_folder(folder, train: list[np.ndarray], vocab_size: int, val=(), shard_tokens=10**6):

@@ -5,7 +5,7 @@ import torch
 from fake_graph import use_fake_graphs
 from torch.nn import functional as F
 
-from inference.decoder import Decoder, Packed
+from lm.inference.decoder import Decoder, Packed
 from model import LMConfig, Transformer
 
 VOCAB = 97

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, error_of
 
-from common.errors import UsageError
-from engine.deepspeed_config import (
+from lm.common.errors import UsageError
+from lm.engine.deepspeed_config import (
     BY_WIDTH,
     REFUSED,
     read_config,
@@ -22,8 +22,8 @@ from engine.deepspeed_config import (
     rename_old_keys,
     resolve,
 )
-from engine.engine import Engine
-from training.arguments import TrainingArguments
+from lm.engine.engine import Engine
+from lm.training.arguments import TrainingArguments
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 GUIDES = sorted({path.stem for path in FIXTURES.glob("*.json")} - {"deepspeed_chat"})

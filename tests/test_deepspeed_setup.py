@@ -8,7 +8,7 @@ import torch
 from conftest import error_of
 from torch.utils import cpp_extension
 
-from engine.deepspeed_setup import load_operation, needed_operations
+from lm.engine.deepspeed_setup import load_operation, needed_operations
 
 ON_CPU, ON_NVME = ({"offload_optimizer": {"device": device}} for device in ("cpu", "nvme"))
 

@@ -6,9 +6,9 @@ from test_compilation import needs_compiler
 from torch import Tensor
 from torch.nn import functional as F
 
+from lm.training import distillation_loss as module
+from lm.training.distillation_loss import distillation_loss
 from model import IGNORE_INDEX
-from training import distillation_loss as module
-from training.distillation_loss import distillation_loss
 
 BATCH, SEQ_LEN, VOCAB = 3, 7, 11
 EVERY_KL = pytest.mark.parametrize("kl", ["forward", "reverse"])

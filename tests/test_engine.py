@@ -7,16 +7,16 @@ import torch
 from conftest import REPOSITORY, error_of
 from torch.distributed import ReduceOp
 
-from common.errors import UsageError
-from engine import engine
-from engine.engine import (
+from lm.common.errors import UsageError
+from lm.engine import engine
+from lm.engine.engine import (
     Engine,
     announced_wait,
     build_engines,
     deepspeed_plugin,
     set_launch_variables,
 )
-from training.arguments import TrainingArguments
+from lm.training.arguments import TrainingArguments
 
 OURS = str(REPOSITORY / "ds_config.json")
 NAMED = TrainingArguments(deepspeed=OURS)

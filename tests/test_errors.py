@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import REPOSITORY
 
-from common import errors
-from common.errors import EXIT_CODE, UsageError, one_line_errors
+from lm.common import errors
+from lm.common.errors import EXIT_CODE, UsageError, one_line_errors
 
 
 def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
@@ -44,7 +44,7 @@ def test_other_errors_pass_through(error):
 
 
 PROGRAM = """
-from common.errors import UsageError, one_line_errors
+from lm.common.errors import UsageError, one_line_errors
 with one_line_errors("prog", UsageError):
 """
 WRITES = """

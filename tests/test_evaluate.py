@@ -13,12 +13,12 @@ from conftest import VOCAB_SIZE
 from small_model import opinionated, save_model
 
 import scripts.evaluate
-from data.dataset import PackedDataset
-from data.shards import DESCRIPTION_FILE
-from data.tokenizer import TOKENIZER_FILE
-from evaluation.tasks import detect_task
+from lm.data.dataset import PackedDataset
+from lm.data.shards import DESCRIPTION_FILE
+from lm.data.tokenizer import TOKENIZER_FILE
+from lm.evaluation.tasks import detect_task
+from lm.training.validation import validate, validation_loader
 from scripts import prepare_data
-from training.validation import validate, validation_loader
 
 SEQ_LEN = 32
 QUESTIONS = [

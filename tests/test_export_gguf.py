@@ -12,9 +12,9 @@ from small_model import save_model
 from test_export_hf import some_tokens
 from transformers import AutoModelForCausalLM
 
-from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE
-from data.tokenizer import TOKENIZER_FILE
-from formats.portable import load_portable, save_portable
+from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE
+from lm.data.tokenizer import TOKENIZER_FILE
+from lm.formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
 from scripts import export_gguf
 

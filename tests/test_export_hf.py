@@ -16,13 +16,13 @@ from test_tokenizer import NASTY
 from test_transformer import transformer
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, encode_conversation
-from data.conversations import Turn
-from data.tokenizer import Tokenizer
-from formats.portable import load_portable, save_portable
-from formats.tokenizer_json import exported_jinja, is_ours
+from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, encode_conversation
+from lm.data.conversations import Turn
+from lm.data.tokenizer import Tokenizer
+from lm.formats.portable import load_portable, save_portable
+from lm.formats.tokenizer_json import exported_jinja, is_ours
+from lm.storage.weights import load_trained
 from scripts import export_hf, import_weights
-from storage.weights import load_trained
 
 SHAPE = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "max_seq_len": 40}
 

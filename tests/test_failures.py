@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch._inductor.exc import CppCompileError
 
-from common.errors import UsageError
+from lm.common.errors import UsageError
+from lm.training.arguments import TrainingArguments
+from lm.training.failures import one_line_failures
 from model.recompute import RECOMPUTE
-from training.arguments import TrainingArguments
-from training.failures import one_line_failures
 
 ON_A_GPU = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of "

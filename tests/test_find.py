@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UsageError
-from storage.find import data_of, find_run
-from storage.folder import RunFolder
+from lm.common.errors import UsageError
+from lm.storage.find import data_of, find_run
+from lm.storage.folder import RunFolder
 
 
 def make_run(path: Path, written: float) -> RunFolder:

@@ -11,10 +11,10 @@ import pytest
 from conftest import VOCAB_SIZE
 from small_model import opinionated, save_model
 
-from data.tokenizer import Tokenizer
-from formats.portable import load_portable
-from inference.generation import generate
-from inference.sampling import Sampling
+from lm.data.tokenizer import Tokenizer
+from lm.formats.portable import load_portable
+from lm.inference.generation import generate
+from lm.inference.sampling import Sampling
 from scripts.generate import main
 
 CONTEXT = 40

@@ -7,9 +7,9 @@ import torch
 from fake_graph import use_fake_graphs
 from small_model import opinionated
 
-from inference.decoder import Decoder
-from inference.generation import Batch, Continuation, generate, generate_all
-from inference.sampling import Sampling
+from lm.inference.decoder import Decoder
+from lm.inference.generation import Batch, Continuation, generate, generate_all
+from lm.inference.sampling import Sampling
 from model import Transformer
 
 VOCAB_SIZE = 50

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from common.errors import UsageError
-from engine import hardware
-from engine.hardware import (
+from lm.common.errors import UsageError
+from lm.engine import hardware
+from lm.engine.hardware import (
     GIB,
     KERNELS,
     PRECISIONS,

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from test_export_hf import some_tokens, write_weights
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from formats.portable import load_portable
+from lm.formats.portable import load_portable
+from lm.storage.weights import load_trained
 from scripts import export_hf, import_weights
-from storage.weights import load_trained
 
 FILES = {"config.json", "model.safetensors"}
 

@@ -17,13 +17,13 @@ from small_model import save_model
 from test_conversation_set import conversation, make_set
 from test_resume_choice import write_empty
 
-from common.errors import ReportedError, UsageError
-from data.tokenizer import TOKENIZER_FILE
-from formats.portable import save_portable
+from lm.common.errors import ReportedError, UsageError
+from lm.data.tokenizer import TOKENIZER_FILE
+from lm.formats.portable import save_portable
+from lm.storage.folder import RunFolder
+from lm.training.arguments import DistillationArguments, SFTArguments, parse_arguments
+from lm.training.inputs import Inputs, find_inputs
 from model import ConfigError, LMConfig, Transformer
-from storage.folder import RunFolder
-from training.arguments import DistillationArguments, SFTArguments, parse_arguments
-from training.inputs import Inputs, find_inputs
 
 # No value here is LMConfig's default.
 CONFIG = LMConfig(

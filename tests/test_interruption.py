@@ -8,10 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from common.launcher import LAUNCHER_ENDED
-from engine.engine import Engine, exit_rank
-from training import interruption
-from training.interruption import SIGNALS, StopRequest, end_stopped, how_to_resume, python
+from lm.common.launcher import LAUNCHER_ENDED
+from lm.engine.engine import Engine, exit_rank
+from lm.training import interruption
+from lm.training.interruption import SIGNALS, StopRequest, end_stopped, how_to_resume, python
 
 TIMED = interruption  # `clock` replaces its time
 

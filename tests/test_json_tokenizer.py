@@ -12,7 +12,13 @@ from test_text_stream import streamed
 from test_tokenizer import NASTY
 from tokenizers import decoders, models
 
-from data.tokenizer import JsonTokenizer, Tokenizer, copy_tokenizer, open_tokenizer, tokenizer_hash
+from lm.data.tokenizer import (
+    JsonTokenizer,
+    Tokenizer,
+    copy_tokenizer,
+    open_tokenizer,
+    tokenizer_hash,
+)
 
 VOCAB = 700
 CHINESE = (REPOSITORY / "README_zh.md").read_text("utf-8")  # some pieces end within a character

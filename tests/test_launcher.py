@@ -9,8 +9,8 @@ import sys
 import pytest
 from conftest import REPOSITORY, clean_environment, error_of
 
-from common import launcher
-from common.launcher import LAUNCHER_ENDED, MARKS, end_with_launcher, join_tasks
+from lm.common import launcher
+from lm.common.launcher import LAUNCHER_ENDED, MARKS, end_with_launcher, join_tasks
 from scripts import evaluate, generate
 
 PROGRAM = """

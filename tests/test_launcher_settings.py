@@ -6,11 +6,11 @@ import os
 import pytest
 import yaml
 
-from common.errors import UsageError
-from engine import launcher_settings
-from engine.engine import set_launch_variables
-from engine.launcher_settings import chosen_precision, reading_notes, with_launcher_settings
-from training.arguments import TrainingArguments
+from lm.common.errors import UsageError
+from lm.engine import launcher_settings
+from lm.engine.engine import set_launch_variables
+from lm.engine.launcher_settings import chosen_precision, reading_notes, with_launcher_settings
+from lm.training.arguments import TrainingArguments
 
 DEFAULT_FILE = "accelerate.commands.config.config_args.default_config_file"
 

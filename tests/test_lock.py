@@ -8,17 +8,17 @@ import pytest
 from conftest import error_of
 from test_resume_choice import locks, make_run, write_empty  # noqa: F401  "locks" is a fixture
 
-from common.errors import UsageError
-from engine.deepspeed_setup import set_up_deepspeed
-from engine.engine import Engine
-from storage.folder import RunFolder, claim_new, lock
-from training.arguments import TrainingArguments
-from training.resume import find_starting_point
+from lm.common.errors import UsageError
+from lm.engine.deepspeed_setup import set_up_deepspeed
+from lm.engine.engine import Engine
+from lm.storage.folder import RunFolder, claim_new, lock
+from lm.training.arguments import TrainingArguments
+from lm.training.resume import find_starting_point
 
 HOLD = """
 import os, sys
 from pathlib import Path
-from storage.folder import lock
+from lm.storage.folder import lock
 lock(Path(sys.argv[1]))
 os.fork()  # the child outlives its killed parent, as a data loader process does for seconds
 os.write(1, b"held\\n")
@@ -77,7 +77,7 @@ def test_a_run_is_locked_before_its_checkpoint_is_chosen(tmp_path, monkeypatch, 
         write_empty(run, 2)
         run.metrics.touch()
 
-    monkeypatch.setattr("training.resume.claim", last_save)
+    monkeypatch.setattr("lm.training.resume.claim", last_save)
     args = TrainingArguments(out_dir=str(tmp_path), run_name="run", resume=resume)
     if resume is None:
         assert "holds a run: pass --resume auto" in error_of(find_starting_point, args, claims=True)

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lm.storage.folder import RunFolder
+from lm.training import log as log_module
+from lm.training.arguments import TrainingArguments
+from lm.training.log import LossMeter, TrainingLog
+from lm.training.resume import StartingPoint
 from model import LMConfig
-from storage.folder import RunFolder
-from training import log as log_module
-from training.arguments import TrainingArguments
-from training.log import LossMeter, TrainingLog
-from training.resume import StartingPoint
 
 NAN, INF = float("nan"), float("inf")
 VALIDATION = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 0.9, "samples": 3}

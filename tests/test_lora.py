@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_model import adapted, opinionated
 
-from inference.decoder import Decoder
+from lm.inference.decoder import Decoder
 from model import ConfigError, LMConfig, Transformer
 from model.lora import LoRA, add_lora, is_adapter, merged_weights
 

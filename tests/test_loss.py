@@ -75,7 +75,7 @@ def test_without_a_target_that_counts_the_gradient_is_zero(in_chunks):
     model = opinionated(VOCAB, SEQ_LEN)
     out = model(some_tokens(), torch.full((BATCH, SEQ_LEN), IGNORE_INDEX))
     assert out.loss.isnan()  # the mean over no target
-    (out.loss.nan_to_num() * 0.0).backward()  # as in training/run.py
+    (out.loss.nan_to_num() * 0.0).backward()  # as in lm/training/run.py
     assert all(not p.grad.any() for p in model.parameters())
 
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.errors import UsageError
-from training import measurement
-from training.arguments import TrainingArguments, build_parser
-from training.measurement import TimedRun, measure
+from lm.common.errors import UsageError
+from lm.training import measurement
+from lm.training.arguments import TrainingArguments, build_parser
+from lm.training.measurement import TimedRun, measure
 
 TINY = "--dim 32 --n_layers 1 --n_heads 4 --max_seq_len 32 --dtype float32 --batch_size 8 "
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.hardware import GIB
-from engine.memory import (
+from lm.engine.hardware import GIB
+from lm.engine.memory import (
     DDP,
     LARGEST_BATCH,
     MARGIN,
@@ -18,9 +18,9 @@ from engine.memory import (
     fits,
     largest_batch,
 )
+from lm.training.arguments import TrainingArguments
 from model import LMConfig, Transformer
 from model.lora import LoRA, add_lora
-from training.arguments import TrainingArguments
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 112}

@@ -6,9 +6,9 @@ from conftest import VOCAB_SIZE, error_of
 from small_model import opinionated
 from torch.nn import functional as F
 
-from data.corpus import Record
-from evaluation.multiple_choice import answers, encode_choices, question_rows
-from evaluation.scoring import Scorer
+from lm.data.corpus import Record
+from lm.evaluation.multiple_choice import answers, encode_choices, question_rows
+from lm.evaluation.scoring import Scorer
 from model import IGNORE_INDEX
 
 SEQ_LEN = 32

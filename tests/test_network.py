@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from test_memory import KINDS, workload
 
-from common.errors import UsageError
-from engine.network import (
+from lm.common.errors import UsageError
+from lm.engine.network import (
     Network,
     bytes_per_second,
     most_processes,

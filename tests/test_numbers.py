@@ -1,4 +1,4 @@
-from common.numbers import counted, memory, progress_bar, size
+from lm.common.numbers import counted, memory, progress_bar, size
 
 
 def test_counts_and_sizes_are_written_with_their_units():

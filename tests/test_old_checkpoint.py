@@ -14,7 +14,7 @@ import torch
 from conftest import Trained
 from safetensors.torch import load_file
 
-from storage.checkpoint import read_state
+from lm.storage.checkpoint import read_state
 from train_pretrain_accelerate import main
 
 OLD = Path(__file__).parent / "fixtures" / "old_run"

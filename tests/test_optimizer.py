@@ -13,12 +13,11 @@ from accelerate.utils import DummyOptim
 from test_partition import divided
 from torch import nn
 
-from common.errors import UsageError
-from engine.engine import Engine
-from model import LMConfig, Transformer
-from training import optimizer as module
-from training.arguments import TrainingArguments, parse_arguments
-from training.optimizer import (
+from lm.common.errors import UsageError
+from lm.engine.engine import Engine
+from lm.training import optimizer as module
+from lm.training.arguments import TrainingArguments, parse_arguments
+from lm.training.optimizer import (
     MAX_DEFAULT_WARMUP,
     NEWTON_SCHULZ,
     LearningRate,
@@ -26,6 +25,7 @@ from training.optimizer import (
     build_optimizer,
     parameter_groups,
 )
+from model import LMConfig, Transformer
 
 ARGS = TrainingArguments(learning_rate=3e-4, weight_decay=0.2, beta1=0.8, beta2=0.9)
 MUON = dataclasses.replace(ARGS, optimizer="muon", muon_learning_rate=0.03, muon_momentum=0.7)

@@ -3,7 +3,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from data.order import MicroBatchSampler, shuffled
+from lm.data.order import MicroBatchSampler, shuffled
 
 
 def shuffle(n: int, seed: int = 0, epoch: int = 0) -> list[int]:

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data.dataset import PackedDataset
-from data.shards import TEXT
-from data.tokenizer import Tokenizer
+from lm.data.dataset import PackedDataset
+from lm.data.shards import TEXT
+from lm.data.tokenizer import Tokenizer
+from lm.storage.folder import RunFolder
+from lm.training import outputs
+from lm.training.arguments import TrainingArguments
+from lm.training.outputs import PROMPT_TOKENS, prompt_and_continuations, write_sample
 from model import LMConfig, Transformer
-from storage.folder import RunFolder
-from training import outputs
-from training.arguments import TrainingArguments
-from training.outputs import PROMPT_TOKENS, prompt_and_continuations, write_sample
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from data.conversation_set import pack
+from lm.data.conversation_set import pack
 
 
 def rows_of(lengths, size: int) -> list[list[int]]:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from report.drawing import COLORS, show
-from report.history import read_history, series
-from report.page import SAMPLES, draw_losses, try_to, write_report
+from lm.report.drawing import COLORS, show
+from lm.report.history import read_history, series
+from lm.report.page import SAMPLES, draw_losses, try_to, write_report
+from lm.storage.folder import RunFolder
 from scripts import report as report_script
-from storage.folder import RunFolder
 
 VOID = ("meta", "link", "input")
 NASTY = '</script><script>alert(1)</script> & <b> "quoted" {{title}} 春眠\ud800\x00'

@@ -2,8 +2,8 @@ import argparse
 
 import pytest
 
-from common.errors import UsageError
-from common.parser import OneLineParser, is_text
+from lm.common.errors import UsageError
+from lm.common.parser import OneLineParser, is_text
 
 
 def parser() -> OneLineParser:

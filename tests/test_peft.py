@@ -6,9 +6,9 @@ import pytest
 import torch
 from small_model import adapted
 
-from formats.hugging_face import write_model
-from formats.peft import save_adapter
-from formats.portable import load_portable, save_portable
+from lm.formats.hugging_face import write_model
+from lm.formats.peft import save_adapter
+from lm.formats.portable import load_portable, save_portable
 from model import Transformer
 from model.lora import LoRA, add_lora, is_adapter
 from scripts import import_weights

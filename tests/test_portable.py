@@ -6,7 +6,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_transformer import transformer
 
-from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_portable, load_weights, save_portable
+from lm.formats.portable import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    load_portable,
+    load_weights,
+    save_portable,
+)
 from model import ConfigError, Transformer
 
 TOKENS = torch.arange(1, 9)[None]

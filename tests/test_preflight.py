@@ -16,22 +16,22 @@ from conftest import REPOSITORY, error_of, pack
 from small_model import save_model
 from test_resume_choice import make_run
 
-from common.errors import TooLittleMemoryError, UsageError
-from data.dataset import PackedDataset
-from engine.deepspeed_config import read_config
-from engine.memory import GIB, MARGIN, OVERHEAD, Workload, engines, estimate, kind_of
-from launch import preflight, speed, time_budget
-from launch.preflight import check_launch, main
-from launch.recipe import SHAPES, shape_settings
-from launch.shell_variables import ShellVariables
+from lm.common.errors import TooLittleMemoryError, UsageError
+from lm.data.dataset import PackedDataset
+from lm.engine.deepspeed_config import read_config
+from lm.engine.memory import GIB, MARGIN, OVERHEAD, Workload, engines, estimate, kind_of
+from lm.launch import preflight, speed, time_budget
+from lm.launch.preflight import check_launch, main
+from lm.launch.recipe import SHAPES, shape_settings
+from lm.launch.shell_variables import ShellVariables
+from lm.storage.folder import RunFolder
+from lm.training import measurement
+from lm.training.arguments import build_parser, parse_arguments
+from lm.training.inputs import shapes_of
+from lm.training.measurement import Measured
+from lm.training.rates import FROM_WEIGHTS
+from lm.training.resume import run_identity
 from model import ConfigError, LMConfig, Transformer
-from storage.folder import RunFolder
-from training import measurement
-from training.arguments import build_parser, parse_arguments
-from training.inputs import shapes_of
-from training.measurement import Measured
-from training.rates import FROM_WEIGHTS
-from training.resume import run_identity
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
 CONFIG = LMConfig(dim=32, n_layers=1, n_heads=4, max_seq_len=32, vocab_size=400)
@@ -210,7 +210,7 @@ def test_the_data_of_a_resumed_run_stays_and_other_data_is_refused(corpus, tmp_p
     pack(text, out)
     saved = RunFolder(make_run(tmp_path / "runs" / "saved", 10))
     saved.settings.write_text(json.dumps({"arguments": {"data": str(out)}}), encoding="utf-8")
-    monkeypatch.setattr("launch.shell_variables.default_out", lambda *_: out)
+    monkeypatch.setattr("lm.launch.shell_variables.default_out", lambda *_: out)
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("prepares text"))
     words = ["--resume", str(saved.path)]
     assert main(words)[-2:] == words

@@ -20,15 +20,15 @@ import sentencepiece
 from conftest import REPOSITORY, error_of, wait_for
 from json_tokenizers import write_tokenizer
 
-from common.errors import UsageError
-from data import encoding, shards
-from data import prepare as module
-from data.dataset import PackedDataset
-from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, hash_of, split_at_random, ways_to_split
-from data.prepare import BY_SIZE, defaults_for
-from data.shards import ShardWriter, read_description
-from data.tokenizer import Tokenizer
-from data.tokenizer_training import train_tokenizer
+from lm.common.errors import UsageError
+from lm.data import encoding, shards
+from lm.data import prepare as module
+from lm.data.dataset import PackedDataset
+from lm.data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, hash_of, split_at_random, ways_to_split
+from lm.data.prepare import BY_SIZE, defaults_for
+from lm.data.shards import ShardWriter, read_description
+from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer_training import train_tokenizer
 
 SHARDS = ("train-00000.bin", "val-00000.bin")
 DOCUMENTS = [f"document {i}: {i} and {i * i} 第{i}句 \u2581\n" for i in range(400)]
@@ -194,7 +194,7 @@ def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, mon
 
 KILLED = """
 import multiprocessing, os, signal
-from data.encoding import BATCH_BYTES, encoders
+from lm.data.encoding import BATCH_BYTES, encoders
 with encoders(2, BATCH_BYTES + 1) as encode_all:
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

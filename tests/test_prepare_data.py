@@ -8,8 +8,8 @@ import pytest
 import sentencepiece
 from conftest import write_corpus
 
-from data.prepare import default_out
-from data.shards import read_description
+from lm.data.prepare import default_out
+from lm.data.shards import read_description
 from scripts import prepare_data
 from scripts.prepare_data import main
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import Clock
 
-from training import profiler as profiler_module
-from training.arguments import TrainingArguments
-from training.profiler import KEPT_TRACES, PHASES, StepProfiler
+from lm.training import profiler as profiler_module
+from lm.training.arguments import TrainingArguments
+from lm.training.profiler import KEPT_TRACES, PHASES, StepProfiler
 
 # Powers of two: sums of different phases are exact and different.
 SECONDS = {"data": 0.25, "forward": 1.0, "backward": 2.0, "optimizer": 0.5}
@@ -39,7 +39,7 @@ def profiler_of(accelerator, folder: Path, model=None, **flags) -> StepProfiler:
 
 
 def run_step(profiler: StepProfiler, clock: Clock, step: int, engine=None):
-    """Take an optimizer step as `training.run` does. Each phase takes SECONDS in the first
+    """Take an optimizer step as `lm.training.run` does. Each phase takes SECONDS in the first
     micro-batch, twice SECONDS in the second and so on; the optimizer takes SECONDS once."""
     micro_batches = profiler.args.accumulation_steps
     profiler.begin_step(step)

@@ -16,14 +16,14 @@ from test_export_hf import logits_of, some_tokens
 from test_tokenizer import NASTY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from data.chat_template import TEMPLATE_FILE, encode_chat_prompt
-from data.conversations import Turn
-from formats.portable import load_portable
-from inference.generation import StreamedText, generate
-from inference.sampling import Sampling
-from inference.server.requests import ChatRequest
+from lm.data.chat_template import TEMPLATE_FILE, encode_chat_prompt
+from lm.data.conversations import Turn
+from lm.formats.portable import load_portable
+from lm.inference.generation import StreamedText, generate
+from lm.inference.sampling import Sampling
+from lm.inference.server.requests import ChatRequest
+from lm.storage.weights import load_trained
 from scripts import chat, export_hf, import_weights
-from storage.weights import load_trained
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 10}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}

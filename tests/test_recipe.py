@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import TooLittleMemoryError
-from launch.optimizer_flags import MOST_FOR_RATE, optimizer_flags, repetition_flags, token_noise
-from launch.recipe import (
+from lm.common.errors import TooLittleMemoryError
+from lm.launch.optimizer_flags import MOST_FOR_RATE, optimizer_flags, repetition_flags, token_noise
+from lm.launch.recipe import (
     BATCH,
     EVALUATIONS,
     LEAST_SAMPLES,

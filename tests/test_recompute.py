@@ -4,10 +4,10 @@ from test_compilation import needs_compiler
 from test_transformer import some_tokens, transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.errors import UsageError
-from engine.compilation import compile_blocks
+from lm.common.errors import UsageError
+from lm.engine.compilation import compile_blocks
+from lm.training.arguments import parse_arguments
 from model import Transformer
-from training.arguments import parse_arguments
 
 WAYS = pytest.mark.parametrize("what", ["blocks", "selective"])
 

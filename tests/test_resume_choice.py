@@ -11,20 +11,19 @@ import pytest
 import torch
 from conftest import error_of
 
-from common.errors import UsageError
-from engine.engine import Engine
-from model import LMConfig
-from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
-from storage.folder import RunFolder, lock, read_settings, release_locks
-from training.arguments import (
+from lm.common.errors import UsageError
+from lm.engine.engine import Engine
+from lm.storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
+from lm.storage.folder import RunFolder, lock, read_settings, release_locks
+from lm.training.arguments import (
     DistillationArguments,
     SFTArguments,
     TrainingArguments,
     build_parser,
 )
-from training.inputs import choose_sources, shapes_of
-from training.rates import FROM_WEIGHTS, default_rates
-from training.resume import (
+from lm.training.inputs import choose_sources, shapes_of
+from lm.training.rates import FROM_WEIGHTS, default_rates
+from lm.training.resume import (
     StartingPoint,
     changes_since_stop,
     decided_arguments,
@@ -36,6 +35,7 @@ from training.resume import (
     settings_of,
     write_settings,
 )
+from model import LMConfig
 
 NOW = 1.7e9
 SFT = "train_sft_accelerate.py"
@@ -322,7 +322,7 @@ def test_a_typed_flag_replaces_the_flag_of_the_run_that_decides_the_same(decided
 def test_a_resumed_run_keeps_its_threads_unless_the_machine_or_the_user_says_otherwise(
     decided, monkeypatch
 ):
-    monkeypatch.setattr("training.resume.available_cores", lambda: 4)
+    monkeypatch.setattr("lm.training.resume.available_cores", lambda: 4)
     environ = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "LOCAL_SIZE")}
     monkeypatch.setattr(os, "environ", environ | {"LOCAL_WORLD_SIZE": "2"})
     saved = {"threads": 3}
@@ -359,7 +359,7 @@ def test_a_resumed_run_reads_the_weights_in_its_own_folder(tmp_path, monkeypatch
     """--init_from may be gone. In a new run it is read."""
     run, read = RunFolder(make_run(tmp_path / "run", 1)), []
     find_weights = SimpleNamespace(find=lambda name: read.append(name))
-    monkeypatch.setattr("training.inputs.WeightsFolder", find_weights)
+    monkeypatch.setattr("lm.training.inputs.WeightsFolder", find_weights)
     args = TrainingArguments(out_dir=str(tmp_path), init_from="gone", data=str(tmp_path))
     resumed = dataclasses.replace(args, resume="auto")
     choose_sources(args, {}, claims=False)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from conftest import error_of
 
-from data.dataset import PackedDataset
-from engine.engine import Engine
+from lm.data.dataset import PackedDataset
+from lm.engine.engine import Engine
+from lm.storage.folder import RunFolder
+from lm.training.arguments import TrainingArguments
+from lm.training.inputs import Inputs, shapes_of
+from lm.training.resume import StartingPoint
+from lm.training.run import MicroBatch, Run
 from model import IGNORE_INDEX, LMConfig
-from storage.folder import RunFolder
-from training.arguments import TrainingArguments
-from training.inputs import Inputs, shapes_of
-from training.resume import StartingPoint
-from training.run import MicroBatch, Run
 
 ACCUMULATION, BATCH, SEQ_LEN, VOCAB, STEPS = 3, 2, 8, 50, 4
 ALL = [SEQ_LEN] * ACCUMULATION * BATCH
@@ -135,7 +135,7 @@ def test_a_step_without_any_target_has_a_gradient_of_zero(run_of):
 
 def test_the_last_steps_read_only_the_first_segmentation_also_in_a_resumed_run(run_of, monkeypatch):
     monkeypatch.setattr(Sequences, "n_first", 4)
-    monkeypatch.setattr("training.run.FIRST_SEGMENTATION_SHARE", 0.5)
+    monkeypatch.setattr("lm.training.run.FIRST_SEGMENTATION_SHARE", 0.5)
     first = [Sequences(ALL)[i][0].tolist() for i in range(4)]
     read = {}
     for trained in range(4):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference.sampling import Sampling, choose, penalise
+from lm.inference.sampling import Sampling, choose, penalise
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0, -2.0]])
 NAN, INFINITY = float("nan"), float("inf")

@@ -13,11 +13,11 @@ from conftest import VOCAB_SIZE
 from small_model import opinionated
 from torch.nn import functional as F
 
-from data.corpus import Record
-from data.tokenizer import Tokenizer
-from evaluation import scoring
-from evaluation.language_modelling import conversation_rows, document_rows, summary
-from evaluation.scoring import Row, Scorer, ratio
+from lm.data.corpus import Record
+from lm.data.tokenizer import Tokenizer
+from lm.evaluation import scoring
+from lm.evaluation.language_modelling import conversation_rows, document_rows, summary
+from lm.evaluation.scoring import Row, Scorer, ratio
 from model import IGNORE_INDEX, Transformer
 
 SEQ_LEN = 16

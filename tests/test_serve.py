@@ -11,10 +11,10 @@ from conftest import SAFETY_NET_SECONDS, wait_for
 from live_server import LiveServer
 from starlette.testclient import TestClient
 
-from data.chat_template import encode_chat_prompt
-from data.conversations import Turn
-from inference.sampling import Sampling
-from inference.server.app import Served, bind, make_app, once_per_kind
+from lm.data.chat_template import encode_chat_prompt
+from lm.data.conversations import Turn
+from lm.inference.sampling import Sampling
+from lm.inference.server.app import Served, bind, make_app, once_per_kind
 from scripts.serve import LOCAL
 
 LONG, SHORT = 1 << 16, 100  # contexts in tokens: no text fills LONG, a long question fills SHORT

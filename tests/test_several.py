@@ -8,13 +8,13 @@ import pytest
 from test_resume_choice import make_run
 
 import train_several_accelerate as several
-from common.errors import UsageError
+from lm.common.errors import UsageError
+from lm.storage.folder import RunFolder
+from lm.training.arguments import TrainingArguments, build_parser, parse_arguments
+from lm.training.rates import default_rates
+from lm.training.set_up import require_the_same_batches
 from model import ConfigError, LMConfig
-from storage.folder import RunFolder
 from train_several_accelerate import Runs, SeveralArguments, read_models, resumed_together
-from training.arguments import TrainingArguments, build_parser, parse_arguments
-from training.rates import default_rates
-from training.set_up import require_the_same_batches
 
 DECAYS = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3}}
 

@@ -5,8 +5,8 @@ import shutil
 import numpy as np
 import pytest
 
-from common.errors import UsageError
-from data.shards import ShardWriter, read_description, token_dtype
+from lm.common.errors import UsageError
+from lm.data.shards import ShardWriter, read_description, token_dtype
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import REPOSITORY, error_of
 
-from common.errors import UsageError
-from launch import shell_variables
-from launch.shell_variables import ShellVariables
+from lm.common.errors import UsageError
+from lm.launch import shell_variables
+from lm.launch.shell_variables import ShellVariables
+from lm.training.arguments import DistillationArguments, SFTArguments, TrainingArguments
 from scripts.prepare_data import parse_arguments
-from training.arguments import DistillationArguments, SFTArguments, TrainingArguments
 
 TWO_MACHINES = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
 

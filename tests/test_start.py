@@ -17,20 +17,20 @@ from accelerate import Accelerator
 from conftest import TINY, pack
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
-from common.numbers import memory
-from data.dataset import PackedDataset
-from engine.engine import Engine
-from engine.memory import DDP, GIB, MARGIN, OVERHEAD, estimate
+from lm.common.numbers import memory
+from lm.data.dataset import PackedDataset
+from lm.engine.engine import Engine
+from lm.engine.memory import DDP, GIB, MARGIN, OVERHEAD, estimate
+from lm.storage.checkpoint import read_state
+from lm.storage.find import find_run, run_to_resume
+from lm.storage.folder import RunFolder, lock
+from lm.training import set_up, start_block
+from lm.training.arguments import SFTArguments, TrainingArguments
+from lm.training.inputs import Inputs, shapes_of
+from lm.training.resume import StartingPoint
+from lm.training.run import Run
 from model import LMConfig
-from storage.checkpoint import read_state
-from storage.find import find_run, run_to_resume
-from storage.folder import RunFolder, lock
 from train_pretrain_accelerate import main
-from training import set_up, start_block
-from training.arguments import SFTArguments, TrainingArguments
-from training.inputs import Inputs, shapes_of
-from training.resume import StartingPoint
-from training.run import Run
 
 CONFIG = LMConfig()
 
@@ -225,7 +225,7 @@ def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, caps
 def test_runs_of_one_second_have_their_own_folders_with_the_mode_of_umask(
     packed, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("training.resume.time.strftime", lambda *given: "now")
+    monkeypatch.setattr("lm.training.resume.time.strftime", lambda *given: "now")
     before = os.umask(0o002)
     try:
         for _ in range(3):

@@ -11,8 +11,8 @@ import pytest
 from accelerate.tracking import TensorBoardTracker
 from conftest import REPOSITORY, TINY, pack
 
-from storage.checkpoint import RunFolder
-from storage.find import PRETRAINING
+from lm.storage.checkpoint import RunFolder
+from lm.storage.find import PRETRAINING
 
 PROGRAMS = {
     "train_pretrain_accelerate": (),
@@ -64,8 +64,8 @@ def fail(*args, **options):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_failure_of_what_decorates_a_run_is_one_line(train, source, monkeypatch, capsys, program):
     for name in ("draw_losses", "write_report", "prompt_and_continuations", "final_numbers"):
-        monkeypatch.setattr(f"training.outputs.{name}", fail)
-    monkeypatch.setattr("training.run.yardsticks", fail)
+        monkeypatch.setattr(f"lm.training.outputs.{name}", fail)
+    monkeypatch.setattr("lm.training.run.yardsticks", fail)
     monkeypatch.setattr("train_several_accelerate.write_report", fail)
     for name in ("log", "finish"):
         monkeypatch.setattr(TensorBoardTracker, name, fail)
@@ -130,7 +130,7 @@ def test_charts_are_drawn_in_any_surroundings(tmp_path, surroundings):
         "if not os.environ['HOME']:\n"
         "    del os.environ['HOME']\n"
         "    pwd.getpwuid = {}.__getitem__\n"
-        "from report.drawing import Chart, Curve, draw, plot\n"
+        "from lm.report.drawing import Chart, Curve, draw, plot\n"
         "chart = Chart('loss', '', '', curves=[Curve('a', [(1, 2.0)], 0, None)])\n"
         "plot(chart).savefig('loss.png')\n"
         "assert '</svg>' in draw(chart)\n"

@@ -8,13 +8,13 @@ from small_model import opinionated, save_model
 from test_import_weights import write_llama
 from transformers import LlamaForCausalLM
 
-from common.errors import UsageError
-from data.dataset import PackedDataset
-from formats.import_weights import import_weights
+from lm.common.errors import UsageError
+from lm.data.dataset import PackedDataset
+from lm.formats.import_weights import import_weights
+from lm.storage.weights import WeightsFolder
+from lm.training.arguments import DistillationArguments
+from lm.training.teacher import Teacher, TeacherWeights
 from model import ConfigError
-from storage.weights import WeightsFolder
-from training.arguments import DistillationArguments
-from training.teacher import Teacher, TeacherWeights
 
 SEQ_LEN = 32
 TOKENS = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)

@@ -6,9 +6,9 @@ import pytest
 from json_tokenizers import MARKERS, write_tokenizer
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-from data.tokenizer import Tokenizer, open_tokenizer
-from inference.generation import StreamedText
-from inference.sampling import Sampling
+from lm.data.tokenizer import Tokenizer, open_tokenizer
+from lm.inference.generation import StreamedText
+from lm.inference.sampling import Sampling
 
 SUM = "sum 3: 1 + 2 = 3;\n"
 SPACES = "emoji 🤗👩‍👩‍👧 and é, tabs\t\tand  spaces "

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UsageError
-from data.tokenizer import Tokenizer
-from data.tokenizer_training import train_tokenizer
+from lm.common.errors import UsageError
+from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer_training import train_tokenizer
 
 MANY_CHINESE = ["".join(map(chr, range(0x4E00 + i, 0x4E00 + i + 40))) for i in range(0, 4000, 40)]
 

@@ -11,10 +11,10 @@ from conftest import VOCAB_SIZE
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import MANY_CHINESE, NASTY
 
-from common.errors import UsageError
-from data.tokenizer import Tokenizer
-from data.tokenizer_training import train_tokenizer
-from formats.tokenizer_json import convert, restore
+from lm.common.errors import UsageError
+from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer_training import train_tokenizer
+from lm.formats.tokenizer_json import convert, restore
 
 STDLIB = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 PYTHON = [path.read_text(encoding="utf-8") for path in STDLIB[:15]]

@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from formats.config_json import llama_config
-from formats.weight_names import to_llama
+from lm.formats.config_json import llama_config
+from lm.formats.weight_names import to_llama
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
 
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from data.dataset import PackedDataset
-from data.tokenizer import open_tokenizer
+from lm.data.dataset import PackedDataset
+from lm.data.tokenizer import open_tokenizer
+from lm.training.validation import validate, validation_loader, yardsticks
 from model import IGNORE_INDEX, LMConfig, Transformer
 from model.transformer import TransformerOutput
-from training.validation import validate, validation_loader, yardsticks
 
 SEQ_LEN = 16
 

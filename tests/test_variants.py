@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import training.arguments
 from benchmarks import trained, variants
-from common.errors import UsageError
-from training.rates import default_rates
+from lm.common.errors import UsageError
+from lm.training.rates import default_rates
 
 
 def test_the_smallest_difference_that_seeds_show_is_that_of_a_paired_t_test():
@@ -89,7 +88,7 @@ def test_a_finished_run_is_reused_unless_defaults_or_threads_have_changed(
     assert [runs(), runs()] == [3, 3]
     changed = {"embedding_lr_factor": 7.0}
     monkeypatch.setattr(
-        training.arguments, "default_rates", lambda *of: default_rates(*of) | changed
+        "lm.training.arguments.default_rates", lambda *of: default_rates(*of) | changed
     )
     assert [runs(), runs()] == [4, 4]
     assert runs("--dim 32 --learning_rate 1e-3") == 5

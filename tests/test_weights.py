@@ -7,12 +7,12 @@ import torch
 from conftest import VOCAB_SIZE
 from small_model import save_model
 
-from common.errors import UsageError
-from formats.portable import save_portable
+from lm.common.errors import UsageError
+from lm.formats.portable import save_portable
+from lm.storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
+from lm.storage.folder import RunFolder
+from lm.storage.weights import load_trained
 from model import ConfigError, LMConfig, Transformer
-from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
-from storage.folder import RunFolder
-from storage.weights import load_trained
 
 SHAPE = {"dim": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "vocab_size": VOCAB_SIZE}
 
@@ -88,7 +88,7 @@ def test_run_at_best_opens_the_checkpoint_of_the_lowest_validation_loss(run, mon
         save(run, step, val_loss=loss)
     assert seed_of(f"{run}@best") == 10
     assert seed_of(run) == 30
-    monkeypatch.setattr("storage.find.find_run.__defaults__", (run.parent, None))
+    monkeypatch.setattr("lm.storage.find.find_run.__defaults__", (run.parent, None))
     assert seed_of("auto@best") == 10
 
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.whole_tensors import TrainingState
+from lm.engine.engine import Engine
+from lm.engine.whole_tensors import TrainingState
+from lm.training.arguments import TrainingArguments
+from lm.training.optimizer import build_optimizer
 from model import LMConfig, Transformer
 from model.config import ConfigError
 from model.lora import LoRA, add_lora
-from training.arguments import TrainingArguments
-from training.optimizer import build_optimizer
 
 ADAMW = TrainingArguments(dtype="float32", learning_rate=1e-2)
 MUON = dataclasses.replace(ADAMW, optimizer="muon")

@@ -6,11 +6,11 @@ import pytest
 from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, wait_for
 from small_model import opinionated
 
-from data.tokenizer_training import EOS_ID
-from inference.decoder import Decoder
-from inference.generation import StreamedText, generate
-from inference.sampling import Sampling
-from inference.worker import Worker
+from lm.data.tokenizer_training import EOS_ID
+from lm.inference.decoder import Decoder
+from lm.inference.generation import StreamedText, generate
+from lm.inference.sampling import Sampling
+from lm.inference.worker import Worker
 
 CONTEXT = 1 << 16  # so long that no text fills it
 GREEDY = Sampling(temperature=0)

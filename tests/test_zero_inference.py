@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from common.errors import UsageError
-from engine.zero_inference import config_of_launch
+from lm.common.errors import UsageError
+from lm.engine.zero_inference import config_of_launch
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from engine.deepspeed_setup import launch_fewer_kernels
-from engine.partition import gathered
+from lm.engine.deepspeed_setup import launch_fewer_kernels
+from lm.engine.partition import gathered
 
 CONFIG = json.loads((Path(__file__).parents[2] / "configs/fp16.json").read_text(encoding="utf-8"))
 

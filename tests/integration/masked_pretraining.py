@@ -6,9 +6,9 @@ import sys
 from deepspeed import comm
 
 import train_pretrain_accelerate
-from data.dataset import PackedDataset
+from lm.data.dataset import PackedDataset
+from lm.training.arguments import TrainingArguments
 from model import IGNORE_INDEX, loss
-from training.arguments import TrainingArguments
 
 
 class MaskedDataset(PackedDataset):

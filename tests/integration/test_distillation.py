@@ -12,16 +12,16 @@ import torch
 from conftest import REPOSITORY, Trained, launch_command, pack, train
 from small_model import opinionated, save_model
 
-from data.conversation_set import ConversationRows
-from data.dataset import PackedDataset
-from data.order import MicroBatchSampler
-from formats.portable import load_portable
+from lm.data.conversation_set import ConversationRows
+from lm.data.dataset import PackedDataset
+from lm.data.order import MicroBatchSampler
+from lm.formats.portable import load_portable
+from lm.storage.weights import load_trained
+from lm.training.arguments import TrainingArguments
+from lm.training.distillation_loss import distillation_loss
+from lm.training.optimizer import parameter_groups
 from model import IGNORE_INDEX, LMConfig, Transformer
 from model.experts import load_balance
-from storage.weights import load_trained
-from training.arguments import TrainingArguments
-from training.distillation_loss import distillation_loss
-from training.optimizer import parameter_groups
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ DIVIDED += ["--config_file", "configs/zero3_offload.yaml"]
 # Each process writes to a file how many elements it holds, and the most that loading gathers.
 HOLDS = """
 import json, os, sys
-from storage.weights import load_trained
-from engine import zero_inference
+from lm.storage.weights import load_trained
+from lm.engine import zero_inference
 
 sizes, gathered = [], zero_inference.gathered
 def noted(*parameters, **how):

@@ -108,10 +108,10 @@ def test_a_run_resumed_with_nvme_is_equal_to_the_bit_and_the_state_is_on_the_dis
 MEASURE_THREE_TIMES = """
 import gc, sys
 import train_pretrain_accelerate as program
-from common.errors import TooLittleMemoryError
+from lm.common.errors import TooLittleMemoryError
 from model import Transformer
-from training.arguments import TrainingArguments
-from training.measurement import measure
+from lm.training.arguments import TrainingArguments
+from lm.training.measurement import measure
 
 train, alive = program.train, []
 

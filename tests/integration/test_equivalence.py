@@ -13,8 +13,8 @@ from masked_pretraining import MaskedDataset
 from small_model import loss_of_sampled_pieces
 from torch.nn import functional as F
 
-from data.dataset import PackedDataset
-from data.order import MicroBatchSampler
+from lm.data.dataset import PackedDataset
+from lm.data.order import MicroBatchSampler
 from model import IGNORE_INDEX, LMConfig, Transformer
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def step_by_muon(
 
 
 def plain_pytorch(data: Path, how: str) -> Reference:
-    """Train in one process with whole global batches, without code of `training/`."""
+    """Train in one process with whole global batches, without code of `lm/training/`."""
     train_set = DATASETS.get(how, PackedDataset)(data, "train", SEQ_LEN)
     experts = EXPERTS.get(how)
     torch.manual_seed(SEED)

@@ -11,12 +11,12 @@ from small_model import opinionated
 from test_cpu_attention import heads as heads_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.compilation import compile_blocks
-from engine.hardware import attention_kernel
-from inference import decoder
-from inference.decoder import Decoder
-from inference.generation import Batch, Continuation
-from inference.sampling import Sampling
+from lm.engine.compilation import compile_blocks
+from lm.engine.hardware import attention_kernel
+from lm.inference import decoder
+from lm.inference.decoder import Decoder
+from lm.inference.generation import Batch, Continuation
+from lm.inference.sampling import Sampling
 from model import LMConfig, Transformer, apply_rotary_emb
 from model.attention import fast_attention, mask_of, plain_attention
 

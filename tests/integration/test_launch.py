@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import LAUNCH, Trained, run, train
 
-from formats.portable import load_portable
+from lm.formats.portable import load_portable
 
 pytestmark = pytest.mark.slow
 

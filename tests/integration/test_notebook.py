@@ -1,4 +1,4 @@
-"""Run notebooks/pretrain.ipynb from the first cell to the last."""
+"""Run docs/pretrain.ipynb from the first cell to the last."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 
 pytestmark = pytest.mark.slow
 
-NOTEBOOK = Path("notebooks/pretrain.ipynb")
+NOTEBOOK = Path("docs/pretrain.ipynb")
 STEPS = 30
 RESULTS = "print(json.dumps({'run': str(run), 'exported': str(exported), 'texts': [ours, theirs]}))"
 

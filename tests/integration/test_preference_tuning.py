@@ -13,9 +13,9 @@ from small_model import opinionated, save_model
 from test_export_hf import logits_of, some_tokens
 from test_readmes import code_blocks
 
-from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE
-from formats.portable import load_portable
-from storage.weights import load_trained
+from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE
+from lm.formats.portable import load_portable
+from lm.storage.weights import load_trained
 
 pytestmark = pytest.mark.slow
 

@@ -31,8 +31,8 @@ from conftest import (
 )
 from warm_ranks import WarmProcess
 
-from storage.checkpoint import read_state
-from training.interruption import python
+from lm.storage.checkpoint import read_state
+from lm.training.interruption import python
 
 pytestmark = pytest.mark.slow
 
@@ -75,8 +75,8 @@ def ranks(launcher: WarmProcess) -> list[psutil.Process]:
 # five files, their folder and its parent, then the file "latest" and its parent.
 PLACES = {
     "forward": ("model.transformer.Transformer", "forward", range(5, 13)),
-    "write a file of a checkpoint": ("formats.portable", "save_tensors", range(4, 10)),
-    "sync a file to the disk": ("common.atomic", "sync", range(12, 30)),
+    "write a file of a checkpoint": ("lm.formats.portable", "save_tensors", range(4, 10)),
+    "sync a file to the disk": ("lm.common.atomic", "sync", range(12, 30)),
     "delete an old folder": ("shutil", "rmtree", range(3, 10)),
 }
 STANDS_STILL = """

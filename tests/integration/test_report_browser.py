@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from report.page import write_report
+from lm.report.page import write_report
 
 pytestmark = pytest.mark.slow
 

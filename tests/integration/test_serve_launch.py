@@ -13,8 +13,8 @@ from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, run_warm, start_warm, wait_
 from live_server import LiveServer
 from small_model import opinionated, save_model
 
-from data.tokenizer_training import EOS_ID
-from inference.sampling import Sampling
+from lm.data.tokenizer_training import EOS_ID
+from lm.inference.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from conftest import Trained, launch_command, pack, train
 
-from data.conversation_set import ConversationRows
-from data.order import MicroBatchSampler
+from lm.data.conversation_set import ConversationRows
+from lm.data.order import MicroBatchSampler
+from lm.storage.weights import load_trained
+from lm.training.arguments import SFTArguments
 from model import Transformer
 from model.lora import LoRA, is_adapter, merged_weights
-from storage.weights import load_trained
-from training.arguments import SFTArguments
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,49 @@
+"""The argument parser of all programs."""
+
+import argparse
+import re
+import sys
+
+from lm.common.errors import UsageError
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keep line breaks of descriptions. Add the default to a help text that does not mention it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        no_default = (None, argparse.SUPPRESS, [], "")
+        is_switch = action.default is False  # off unless it is typed
+        if "default" in action.help or action.default in no_default or is_switch:
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that raises UsageError for a mistake."""
+
+    def __init__(self, **settings):
+        super().__init__(formatter_class=HelpFormatter, **settings)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Accept a text that begins with a dash, such as --prompt -x, unless it looks like --x."""
+        args = list(sys.argv[1:] if args is None else args)
+        flags = self._option_string_actions
+        for i in reversed(range(len(args) - 1)):
+            flag, value = args[i : i + 2]
+            is_text = flag in flags and flags[flag].nargs is None and flags[flag].type is None
+            if is_text and re.match(r"-(?!-\w)", value) and value not in flags:
+                args[i : i + 2] = [f"{flag}={value}"]
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str):
+        if "arguments: --local_rank" in message or "arguments: --local-rank" in message:
+            launch = "accelerate launch --use_deepspeed --deepspeed_config_file FILE"
+            raise UsageError(f"for this program, use {launch} instead of deepspeed's launcher")
+        if flag := re.fullmatch("argument (--\\w+): expected one argument", message):
+            raise UsageError(f"{message} (a value that begins with a dash: {flag[1]}=VALUE)")
+        raise UsageError(f"{message} (see --help)")
+
+
+def is_text(typed: object) -> bool:
+    """Return True for a str without lone surrogates, which UTF-8 cannot encode."""
+    return isinstance(typed, str) and not re.search("[\ud800-\udfff]", typed)

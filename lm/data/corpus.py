@@ -1,0 +1,332 @@
+"""Find the files of a corpus and read their documents.
+
+- `.jsonl`, `.json`, and these as `.gz` or `.zst`: each line, or each element of one array, is an
+  object with the document under "text" (MiniMind's format) or under the key that --text_column
+  names. See json_objects.py.
+- `.csv`, `.parquet`: each row is a document, in the column "text" or --text_column.
+- `.txt`: the file is one document. A long file is cut at line ends into several documents.
+- a folder: all files of these kinds below it, in sorted order. Links are followed. Hidden files
+  are left out. Files that are named train, validation and test are splits, see `by_split`.
+- "builtin": the source of Python's standard library, about 12 MB without its tests.
+
+Memory holds one line, object, section or batch of rows at a time. `.zst` and `.parquet` need
+pyarrow.
+"""
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import os
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from lm.common.errors import UsageError
+from lm.common.parser import is_text
+from lm.data.json_objects import json_objects
+
+BUILTIN = "builtin"
+TEXT_COLUMN = "text"
+JSON = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
+SUFFIXES = (".txt", *JSON, ".csv", ".parquet")
+# Files of a folder that describe a data set. Hugging Face's `datasets` does not read them either.
+ABOUT_DATA = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
+SECTION_BYTES = 16 * 1024  # bytes of the largest document of a .txt or .py, by default
+CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
+BATCH_ROWS = 64  # rows of Parquet in memory at once
+# Without a limit, a quote that is never closed would make the rest of a .csv one field.
+LONGEST_FIELD = 1 << 26  # characters
+DELIMITERS = (",", ";", "\t", "|")  # of a .csv; Excel writes semicolons in much of Europe
+NO_DELIMITER = "\x1f"
+# Folders that are not part of the built-in text: tests, installed packages and caches.
+NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# The words for splits in names of files and folders, as in Hugging Face's `datasets`.
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "val": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
+# A word alone, at the start or at the end: "train", "train_en", "ptb.train".
+SPLIT_NAME = re.compile(rf"(?:(.+)[-_. ])?({'|'.join(SPLIT_OF)})|({'|'.join(SPLIT_OF)})[-_. ](.+)")
+SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?(-[0-9a-f]{16})?$")  # train-00000-of-00002
+
+
+class Record(NamedTuple):
+    """The bytes of one document in its file, not yet decoded."""
+
+    path: str
+    position: int  # text of a .txt or .py: first byte, from 0; others: line or row, from 1
+    raw: bytes
+    fault: str = ""  # why a row of a .csv or .parquet has no text; otherwise ""
+    text_column: str = TEXT_COLUMN  # the key of the text in an object of JSON
+    unit: str = "line"  # what `position` counts
+
+    @property
+    def place(self) -> str:
+        """File and position, for messages."""
+        return f"{self.path}, {self.unit} {self.position}"
+
+
+def suffix_of(path: str) -> str:
+    """Return the suffix that decides how a file is read, in lower case, such as ".jsonl.gz"."""
+    known = (*SUFFIXES, ".py")
+    return next((suffix for suffix in known if path.lower().endswith(suffix)), "")
+
+
+def text_size(files: Iterable[str]) -> int:
+    """Estimate the bytes of text in files. A .gz, .zst or .parquet counts four times its size."""
+    packed = (".gz", ".zst", ".parquet")
+    factors = {path: 4 if suffix_of(path).endswith(packed) else 1 for path in files}
+    return sum(os.path.getsize(path) * factor for path, factor in factors.items())
+
+
+def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
+    """Return the paths of a corpus, which is a file, a folder or "builtin". The files of a folder
+    that are for testing are left out, see `by_split`. Raises UsageError if `source` does not exist
+    or has no file with one of the suffixes."""
+    splits = find_splits(source, suffixes)
+    return splits["train"] + splits["val"]
+
+
+def find_splits(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, list[str]]:
+    """Return the files of each split of a corpus, see `by_split` and `find_files`."""
+    if source == BUILTIN:
+        files = []
+        for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+            subfolders[:] = sorted(set(subfolders) - NOT_CORPUS)
+            files += [f"{folder}/{name}" for name in sorted(names) if name.endswith(".py")]
+        return by_split(files)
+    path = Path(source)
+    if not path.exists():
+        raise UsageError(f"{source}: no such file or folder")
+    paths = [str(path)] if path.is_file() else all_files(path, hidden=False)
+    paths = [each for each in paths if path.is_file() or Path(each).name not in ABOUT_DATA]
+    known = [each for each in paths if suffix_of(each) in suffixes and os.path.isfile(each)]
+    # A file with several names, of which some are links, is read under its first name.
+    files = sorted({os.path.realpath(each): each for each in reversed(known)}.values())
+    if not files:
+        kinds = ", ".join(suffixes)
+        raise UsageError(f"{source}: found no file that ends in one of {kinds}")
+    return by_split(files)
+
+
+def by_split(files: list[str]) -> dict[str, list[str]]:
+    """Divide the files of a folder into "train", "val" and "test" by the SPLIT_WORDS in the names
+    of files or subfolders. A file is for validation or testing only if a file for training has the
+    same name apart from the word, the suffix and the number of the shard. All others train."""
+    base = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
+    named = {path: _split_of(Path(os.path.relpath(path, base))) for path in files}
+    partners = {name for split, name in named.values() if split == "train"}
+    splits = {split: [] for split in SPLIT_WORDS}
+    for path, (split, name) in named.items():
+        splits[split if name in partners else "train"].append(path)
+    return splits
+
+
+def _split_of(path: Path) -> tuple[str, str | None]:
+    """Return the split that the file's name or the innermost folder names, and the name without
+    this word; ("train", None) if there is no such word."""
+    parts = [path.name[: len(path.name) - len(suffix_of(path.name))], *path.parts[-2::-1]]
+    for part in parts:
+        if found := SPLIT_NAME.fullmatch(SHARD.sub("", part.lower())):
+            before, word, first, after = found.groups(default="")
+            return SPLIT_OF[word or first], f"{before}*{after}"
+    return "train", None
+
+
+def all_files(folder: str | Path, *, hidden: bool) -> list[str]:
+    """Return the files in a folder and its subfolders, sorted. Links are followed, but no folder is
+    opened twice. Broken links and folders that cannot be opened are in the list. Without `hidden`,
+    leave out names that begin with a dot: caches and second copies, such as .ipynb_checkpoints."""
+    found, visited = [], set()
+    walk = os.walk(folder, followlinks=True, onerror=lambda error: found.append(error.filename))
+    for base, subfolders, names in walk:
+        is_new = os.path.realpath(base) not in visited
+        visited.add(os.path.realpath(base))
+        subfolders[:] = sorted(n for n in subfolders if is_new and (hidden or n[0] != "."))
+        found += [str(Path(base, n)) for n in names if is_new and (hidden or n[0] != ".")]
+    return sorted(found)
+
+
+def read_records(
+    files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
+) -> Iterator[Record]:
+    """Yield every document of every file. A document of a .txt or .py has at most section_bytes.
+    Raises UsageError if a file cannot be read or has no column `text_column`."""
+    for path in files:
+        suffix = suffix_of(path)
+        try:
+            if suffix == ".csv":
+                yield from _csv_records(path, text_column)
+            elif suffix == ".parquet":
+                for number, row in enumerate(parquet_rows(path, (text_column,)), 1):
+                    text = row[text_column]
+                    raw = text.encode() if isinstance(text, str) else text
+                    fault = "" if isinstance(raw, bytes) else "has no text"
+                    yield Record(path, number, b"" if fault else raw, fault, unit="row")
+            elif suffix in JSON:
+                opener = {".gz": gzip.open, ".zst": _open_zst}.get(Path(suffix).suffix, open)
+                with opener(path, "rb") as file:
+                    for number, raw, unit in json_objects(path, file):
+                        yield Record(path, number, raw, text_column=text_column, unit=unit)
+            else:
+                yield from _sections(path, section_bytes)
+        except (OSError, EOFError, zlib.error, csv.Error) as error:
+            raise UsageError(f"{path}: cannot be read: {error}") from error
+
+
+def _sections(path: str, most: int) -> Iterator[Record]:
+    offset, rest = 0, b""
+    with open(path, "rb") as file:
+        while block := file.read(most):
+            rest += block
+            while len(rest) > most:  # a shorter rest may be the last section of the file
+                cut = rest.rfind(b"\n", 0, most) + 1
+                if not cut:  # one very long line: cut between two characters
+                    cut = most
+                    while cut > most - 4 and rest[cut] & 0xC0 == 0x80:  # inside a character
+                        cut -= 1
+                yield Record(path, offset, rest[:cut], unit="byte")
+                offset += cut
+                rest = rest[cut:]
+    if rest:
+        yield Record(path, offset, rest, unit="byte")
+
+
+def _open_zst(path: str, mode: str) -> io.BufferedReader:
+    return io.BufferedReader(_pyarrow(path).input_stream(path, compression="zstd"))
+
+
+def _csv_records(path: str, column: str) -> Iterator[Record]:
+    csv.field_size_limit(LONGEST_FIELD)
+    # Invalid UTF-8 is kept here, so that `decode` can report its line number.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.DictReader(file, strict=True, delimiter=_delimiter(path, column))
+        decode(Record(path, 1, ",".join(rows.fieldnames or ()).encode(errors="surrogateescape")))
+        _known_columns(path, (column,), rows.fieldnames or [column])
+        while True:
+            try:
+                row = next(rows, None)
+            except csv.Error as error:  # only this row is wrong
+                problem = str(error).replace(f"'{NO_DELIMITER}'", "the line's end")
+                yield Record(path, rows.line_num, b"", f"cannot be read: {problem}")
+                continue
+            if row is None:
+                return
+            fault = "too few fields" if None in row.values() else ""
+            if None in row:  # the key of the fields that have no column
+                fault = "more fields than columns: put quotes around a text with commas"
+            raw = (row[column] or "").encode(errors="surrogateescape")
+            yield Record(path, rows.line_num, raw, fault)
+
+
+def _delimiter(path: str, column: str) -> str:
+    """Return the delimiter with which the header has the column, or else the most columns. In a
+    file with a single column, a comma is text."""
+    headers = {}
+    for delimiter in DELIMITERS:
+        with (
+            open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+            suppress(csv.Error),  # with a wrong delimiter
+        ):
+            headers[delimiter] = next(csv.reader(file, strict=True, delimiter=delimiter), [])
+    best = max(headers, key=lambda d: (column in headers[d], len(headers[d])), default=",")
+    return NO_DELIMITER if len(headers.get(best, "")) == 1 else best
+
+
+def parquet_rows(
+    path: str, keys: tuple[str, ...], *, others: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Yield each row of a .parquet file as a dict of the columns in `keys` that the file has; with
+    `others`, of all columns. Raises UsageError if the file has no column in `keys` or is damaged.
+    """
+    arrow = _pyarrow(path)
+    try:
+        # A row group may be the whole file. These two settings read it in pieces.
+        with arrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
+            columns = _known_columns(path, keys, file.schema_arrow.names)
+            columns = None if others else columns
+            for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+                yield from batch.to_pylist()
+    except UsageError:
+        raise
+    except (OSError, ValueError, LookupError, arrow.ArrowException) as error:
+        raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _known_columns(path: str, keys: tuple[str, ...], names: list[str]) -> list[str]:
+    """Return the keys that are column names. Raises UsageError if no key is a column name, or if
+    two columns have the same name."""
+    if twice := [key for key in keys if names.count(key) > 1]:
+        raise UsageError(f"{path}: several columns have the name {twice[0]!r}: rename the others")
+    if columns := [key for key in keys if key in names]:
+        return columns
+    known = ", ".join(map(repr, names))
+    wanted = " or ".join(map(repr, keys)) + (" (--text_column)" if len(keys) == 1 else "")
+    raise UsageError(f"{path}: no column {wanted}; it has {known:.200}")
+
+
+def _pyarrow(path: str) -> ModuleType:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UsageError(f"{path} needs pyarrow: python -m pip install pyarrow") from error
+    return pyarrow
+
+
+def parse(record: Record) -> str:
+    """Return the text of a record. Raises UsageError, with the place, for an invalid record."""
+    if record.fault:
+        raise UsageError(f"{record.place}: {record.fault}")
+    if suffix_of(record.path) not in JSON:
+        return decode(record)
+    value = load_json(record)
+    if record.text_column not in value and (advice := advice_for_list(value)):
+        raise UsageError(f"{record.place}: {advice}")
+    _known_columns(record.place, (record.text_column,), list(value))
+    text = value[record.text_column]
+    if not is_text(text):
+        found = f'"{record.text_column}" must be a valid string, not {text!r:.40}'
+        raise UsageError(f"{record.place}: {found}")
+    return text
+
+
+def advice_for_list(value: dict) -> str:
+    """Say what to do with an object that holds the objects to read in a list; otherwise ""."""
+    for key, held in value.items():
+        if isinstance(held, list) and held and isinstance(held[0], dict):
+            return f'the objects stand in the list "{key}": write this list alone into the file'
+    return ""
+
+
+def decode(record: Record) -> str:
+    """Decode a record, without the byte order mark of a .txt. Raises UsageError if not UTF-8."""
+    try:
+        text = record.raw.decode()
+    except UnicodeDecodeError as error:
+        where = f"{record.place}: not valid UTF-8 (after {error.start} valid bytes)"
+        is_utf16 = record.raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        usual = "utf-16" if is_utf16 else "gb18030 (often of Chinese text) or cp1252 (European)"
+        hint = f"save it as UTF-8: iconv -t utf-8 -f {usual}"
+        raise UsageError(f"{where}: {hint}") from error
+    return text if record.position else text.removeprefix("\ufeff")
+
+
+def load_json(record: Record) -> dict[str, Any]:
+    """Return the JSON object of a record. Raises UsageError if the record is not a JSON object."""
+    text = decode(record)
+    try:
+        if isinstance(value := json.loads(text), dict):
+            return value
+        raise ValueError(f"this {record.unit} is a {type(value).__name__}")
+    except (ValueError, RecursionError) as error:
+        form = f"not JSON with one object per {record.unit}"
+        raise UsageError(f"{record.place}: {form} ({error})") from error

@@ -1,0 +1,350 @@
+"""Merge DeepSpeed's JSON file and the training flags into one configuration.
+
+Flags replace "auto" where possible. Contradictions with flags and unsupported keys are errors.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lm.common.errors import UsageError, reason
+from lm.engine.settings import Settings
+
+# Keys of "zero_optimization" for which "auto" means DeepSpeed's default.
+BY_DEFAULT = (
+    "reduce_bucket_size allgather_bucket_size overlap_comm stage3_prefetch_bucket_size "
+    "stage3_gather_16bit_weights_on_model_save stage3_max_live_parameters "
+    "stage3_max_reuse_distance sub_group_size"
+)
+# The key of "zero_optimization" whose "auto" `Engine.fit_to` replaces.
+BY_WIDTH = "stage3_param_persistence_threshold"
+ADAM_EPS = 1e-8
+# Old names, which guides still print → today's names.
+OLD_NAMES = {
+    "bfloat16": "bf16",
+    "aio.thread_count": "aio.intra_op_parallelism",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero_optimization."
+    "stage3_gather_16bit_weights_on_model_save",
+}
+# The next two tables: prefix of a section → keys of this section, separated by spaces.
+# KNOWN has all accepted keys of the listed sections. DeepSpeed checks the other sections.
+KNOWN = {
+    "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+    "gradient_clipping gradient_allreduce_op gradient_predivide_factor prescale_gradients "
+    "communication_data_type data_types bf16 fp16 zero_optimization zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer aio optimizer steps_per_print wall_clock_breakdown "
+    "memory_breakdown dump_state disable_python_gc log_level timers flops_profiler comms_logger "
+    "tensorboard wandb csv_monitor comet",
+    "aio.": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
+    "flops_profiler.": "enabled recompute_fwd_factor profile_step module_depth top_modules "
+    "detailed output_file",
+    "data_types.": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
+    "optimizer.": "type params legacy_fusion",
+    "optimizer.params.": "lr betas eps weight_decay torch_adam fused adam_w_mode bias_correction",
+    "timers.": "throughput",
+}
+# Keys that are refused unless they are switched off: keys without effect here, old names that
+# Accelerate does not read, keys that lower the precision, keys with state that checkpoints miss.
+REFUSED = {
+    "": "activation_checkpointing autotuning checkpoint compile data_efficiency "
+    "dataloader_drop_last hybrid_engine pipeline sequence_parallel_size "
+    "tensor_parallel torch_autocast weight_quantization",
+    "bf16.": "bf16_master_weights_and_grads bf16_optimizer_states",
+    "fp16.": "fp16_master_weights_and_grads",
+    "zero_optimization.": "legacy_stage1 zenflow zero_quantized_weights zero_quantized_gradients "
+    "zero_quantized_nontrainable_weights cpu_offload cpu_offload_param cpu_offload_use_pin_memory",
+    "zero_optimization.offload_optimizer.": "super_offload",
+}
+# Keys that need stage 3. At stage 1 and 2, "sub_group_size" and keys that begin with "stage3_" are
+# accepted, because guides use one dictionary for all stages; they have no effect.
+ONLY_STAGE_3 = (
+    "leaf_module memory_efficient_linear offload_param override_module_apply "
+    "zero_hpz_partition_size"
+)
+# DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → --lr_schedule.
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# Parameters of schedules that become flags, or have no effect here.
+FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio", "warmup_type")
+# Parameters of schedules → the values that change nothing: the warm-up begins at 0.
+NEUTRAL = {
+    "warmup_min_lr": (0, "auto"),
+    "warmup_min_ratio": (0, "auto"),
+    "last_batch_iteration": (-1,),
+}
+# Names whose values are sections, each after the section in which it is. null means no section.
+SECTIONS = (
+    "aio bf16 bfloat16 fp16 data_types flops_profiler timers optimizer optimizer.params scheduler "
+    "scheduler.params zero_optimization.offload_optimizer zero_optimization.offload_param"
+)
+
+
+def read_config(path: str) -> dict:
+    """Return the contents of the DeepSpeed file `path`, with today's names of keys.
+    If `path` is "none", return the configuration from the flags of `accelerate launch`.
+    Raises UsageError if the file cannot be read, or is not a DeepSpeed configuration."""
+    config = read_file(path)
+    rename_old_keys(config, path)
+    return config
+
+
+def read_file(path: str) -> dict:
+    """Return a file's contents as they are. DeepSpeed reads its files with hjson too, which allows
+    comments and trailing commas. See `read_config` for "none" and errors."""
+    if path == "none":
+        from accelerate.utils import DeepSpeedPlugin  # importing it takes seconds
+
+        return DeepSpeedPlugin().deepspeed_config
+    try:
+        import hjson  # DeepSpeed requires it
+    except ImportError:  # without DeepSpeed, only scripts.plan reads these files
+        import json as hjson
+
+    def without_duplicates(pairs: list[tuple]) -> dict:
+        if twice := [key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n])]:
+            raise UsageError(f'DeepSpeed file {path}: keep only one "{twice[0]}"')
+        return dict(pairs)
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        config = hjson.loads(text, object_pairs_hook=without_duplicates)
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UsageError(f"DeepSpeed file {path}: no readable JSON ({reason(error)})") from error
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
+        raise UsageError(f'DeepSpeed configuration {path}: needs a "zero_optimization" section')
+    for name in SECTIONS.split():
+        parent, key = _section(config, name), name.rpartition(".")[2]
+        if (value := parent.pop(key, None)) is not None:
+            parent[key] = value
+            if not isinstance(value, dict):
+                said = f'"{name}" must be a section in braces, not {json.dumps(value)}'
+                raise UsageError(f"{path}: {said}")
+    return config
+
+
+def rename_old_keys(config: dict, source: str) -> list[str]:
+    """Replace OLD_NAMES; return a sentence for each. Raises UsageError if a key has both names."""
+    said = []
+    for old, new in OLD_NAMES.items():
+        (prefix, _, old_name), new_name = old.rpartition("."), new.rpartition(".")[2]
+        section = _section(config, prefix and f"{prefix}.")
+        if old_name in section:
+            value = section.pop(old_name)
+            if section.setdefault(new_name, value) != value:
+                raise UsageError(f'{source}: "{old_name}" is the old name of "{new_name}": drop it')
+            said.append(f'"{old_name}" is read as "{new_name}"')
+    return said
+
+
+def file_of(args: Settings) -> str:
+    """Return the path of the DeepSpeed file in use, or "none" if there is no file."""
+    return args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+
+
+def resolve(config: dict, args: Settings, world_size: int, source: str) -> dict:
+    """Return a copy of the configuration in which the flags replace "auto". BY_WIDTH keeps "auto".
+    The copy has no "scheduler": the flags hold it. `source` names the configuration in messages.
+    Raises UsageError with a list of all contradictions, keys without effect and other problems."""
+    config = json.loads(json.dumps(config))  # a copy
+    config.pop("scheduler", None)  # see launcher_settings.py
+    zero = config["zero_optimization"]
+    problems = refuse_keys(config)
+    problems += _fill_by_flags(config, args, world_size)
+    if args.optimizer == "muon":
+        problems += _use_muon(config)
+    problems += refusals_of_deepspeed(config)
+    if problems:
+        raise UsageError(f'{source}: {"; ".join(problems)} ("auto" takes the flag\'s value)')
+    if world_size == 1:  # nothing to overlap; "overlap_comm" would make DeepSpeed wait for the GPU
+        zero["overlap_comm"] = False
+    # DeepSpeed's throughput timer would wait for the GPU at every forward pass.
+    config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
+    has_compiler = shutil.which("ninja") and shutil.which("c++")
+    if offload_device(config, "optimizer") and not has_compiler:
+        config["zero_force_ds_cpu_optimizer"] = False  # PyTorch's AdamW runs on the CPU
+        if "optimizer" in config:
+            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
+    return config
+
+
+def refuse_keys(config: dict) -> list[str]:
+    """Return a message for every problem of keys or stage; delete the keys of REFUSED."""
+    problems = []
+    for prefix, keys in REFUSED.items():
+        section = _section(config, prefix)
+        for key in keys.split():
+            if not _is_off(section.pop(key, None)):
+                problems.append(f'remove "{prefix}{key}": not supported here (docs/engines.md)')
+    problems += _check_stage(config)
+    for prefix, keys in KNOWN.items():
+        unknown = [key for key in _section(config, prefix) if key not in keys.split()]
+        problems += [f'"{prefix}{key}" does nothing here: remove it' for key in unknown]
+    return problems
+
+
+def _section(config: dict, prefix: str) -> dict:
+    """Return the section of a prefix such as "fp16.", {} if missing; "" is the whole file."""
+    for name in prefix.split(".")[:-1]:
+        config = config.get(name) or {}
+    return config
+
+
+def _is_off(value) -> bool:
+    """Return whether the value switches a feature off, or is missing (None)."""
+    if isinstance(value, dict):
+        off = value.get("enabled") is False or value.get("device") == "none"
+        return off or all(map(_is_off, value.values()))
+    return value is None or value is False
+
+
+def _check_stage(config: dict) -> Iterator[str]:
+    """Yield a message for every problem with the stage of ZeRO, offloading or NVMe folders."""
+    zero = config["zero_optimization"]
+    stage = zero.get("stage")
+    if stage not in (1, 2, 3):
+        no_file = "leave out the file, or set ENGINE=ddp" if stage == 0 else "not " + repr(stage)
+        yield f'"zero_optimization.stage" must be 1, 2 or 3: {no_file}'
+    if None in nvme_folders(config):
+        yield '"device": "nvme" needs "nvme_path", a folder'
+    if _section(config, "zero_optimization.offload_optimizer.").get("ratio", 1) != 1:
+        yield 'remove "ratio" of "offload_optimizer": checkpoints would miss optimizer state'
+    if stage not in (1, 2):
+        if offload_device(config, "param") == "nvme" and zero.get("stage3_max_reuse_distance", 1):
+            yield 'parameters on NVMe need "stage3_max_reuse_distance": 0'
+        return
+    for key in ONLY_STAGE_3.split():
+        if not _is_off(zero.get(key)) and (key, zero[key]) != ("zero_hpz_partition_size", 1):
+            yield f'remove "zero_optimization.{key}": it does nothing at stage {stage}, only at 3'
+    if offload_device(config, "optimizer") == "nvme":
+        yield f'"offload_optimizer" at stage {stage} takes no "nvme": write "cpu", or use stage 3'
+
+
+def _fill_by_flags(config: dict, args: Settings, world_size: int) -> list[str]:
+    """Fill "auto" and missing values from the flags; return a message for every problem.
+    Accelerate would leave some values out, and clip gradients at 1.0 whatever the flags say."""
+    problems = []
+    batch = "--batch_size × --accumulation_steps × processes"
+    wanted = {  # key → (where its value comes from, value)
+        "train_micro_batch_size_per_gpu": ("--batch_size", args.batch_size),
+        "gradient_accumulation_steps": ("--accumulation_steps", args.accumulation_steps),
+        "train_batch_size": (batch, args.global_batch(world_size)),
+        "gradient_clipping": ("--grad_clip", args.grad_clip),
+        "bf16.enabled": (f"--dtype {args.dtype}", args.dtype == "bfloat16"),
+        "fp16.enabled": (f"--dtype {args.dtype}", args.dtype == "float16"),
+    }
+    if "optimizer" in config:  # DeepSpeed has two names for AdamW
+        if config["optimizer"].setdefault("type", "AdamW") not in ("Adam", "AdamW"):
+            problems.append('the optimizer must be Adam or AdamW; or remove "optimizer"')
+        if config["optimizer"].get("params", {}).get("adam_w_mode") is False:
+            problems.append('remove "adam_w_mode": false, which is not the weight decay of AdamW')
+        wanted |= {
+            "optimizer.params.lr": ("--learning_rate", args.learning_rate),
+            "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
+            "optimizer.params.betas": ("--beta1 --beta2", [args.beta1, args.beta2]),
+            "optimizer.params.eps": ("this script", ADAM_EPS),
+        }
+    for key, (flag, value) in wanted.items():
+        *parents, name = key.split(".")
+        section = config
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        given, section[name] = section.get(name, "auto"), value
+        if given not in ("auto", value):
+            problems.append(f'"{key}" is {json.dumps(given)}, but {flag} gives {json.dumps(value)}')
+    zero = config["zero_optimization"]
+    for key in BY_DEFAULT.split():
+        if zero.get(key) == "auto":
+            del zero[key]
+    if config["bf16"].get("check_grad_overflow") is False:
+        problems.append('remove "check_grad_overflow": false, it would let NaN into the weights')
+    for key in _autos(config):
+        if key != f"zero_optimization.{BY_WIDTH}":
+            problems.append(f'"{key}": "auto" is not replaced by a flag here, write a value')
+    return problems
+
+
+def schedule_flags(config: dict, source: str) -> dict[str, Any]:
+    """Return the flags that mean the same as a configuration's "scheduler". DeepSpeed's defaults
+    count for missing parameters. Raises UsageError if there are no such flags."""
+    section = config.get("scheduler")
+    if section is None:
+        return {}
+    kind, params = section.get("type"), section.get("params", {})
+    if kind not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise UsageError(f'{source}: "scheduler" must be one of {known}, not {kind!r}; or drop it')
+    for key, value in params.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        follows = key in FOLLOWED and (is_number or value == "auto" or key == "warmup_type")
+        if not follows and value not in NEUTRAL.get(key, ()):
+            raise UsageError(f'{source}: drop "scheduler.params.{key}": it cannot be followed here')
+    decays = kind == "WarmupDecayLR"
+    rate = _section(config, "optimizer.params.").get("lr", "auto")  # the optimizer's own
+    flags = {"lr_schedule": SCHEDULES[kind], "warmup_steps": params.get("warmup_num_steps", 1000)}
+    flags["learning_rate"] = params.get("warmup_max_lr", 1e-3 if decays else rate)
+    if kind != "WarmupLR":
+        flags["max_steps"] = params.get("total_num_steps", "auto")
+        flags["min_lr_ratio"] = 0.0 if decays else params.get("cos_min_ratio", 1e-4)
+    flags = {name: value for name, value in flags.items() if value not in ("auto", None)}
+    for name in ("warmup_steps", "max_steps"):
+        if flags.get(name, 0) % 1:
+            raise UsageError(f'{source}: "scheduler" has {flags[name]} steps, not a whole number')
+        flags |= {name: int(flags[name])} if name in flags else {}  # 1e3 is a float in JSON
+    return flags
+
+
+def dtype_of(config: dict) -> dict[str, str]:
+    """Return --dtype if a DeepSpeed configuration switches a precision on, else {}."""
+    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if isinstance(found := config.get(section), dict) and found.get("enabled") is True:
+            return {"dtype": dtype}
+    return {}
+
+
+def offload_device(config: dict | None, what: str) -> str | None:
+    """Return where `what` ("optimizer" or "param") is offloaded to: "cpu", "nvme" or None."""
+    zero = config["zero_optimization"] if config else {}
+    device = (zero.get(f"offload_{what}") or {}).get("device", "none")
+    return None if device == "none" else device
+
+
+def nvme_folders(config: dict) -> set[str | None]:
+    """Return the folders for tensors on NVMe. None is in the set if a path is missing."""
+    zero = config["zero_optimization"]
+    on_nvme = [what for what in ("optimizer", "param") if offload_device(config, what) == "nvme"]
+    return {zero[f"offload_{what}"].get("nvme_path") for what in on_nvme}
+
+
+def refusals_of_deepspeed(config: dict) -> Iterator[str]:
+    """Yield a one-line message if DeepSpeed rejects the configuration."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    # DeepSpeed would check the global batch, but does not know the number of processes yet.
+    config = json.loads(json.dumps(config | {"train_batch_size": None}))
+    try:
+        DeepSpeedConfig(config)
+    except (ValueError, TypeError, AttributeError, AssertionError, DeepSpeedConfigError) as error:
+        yield f"DeepSpeed rejects the file: {' '.join(str(error).split())}"
+
+
+def _use_muon(config: dict) -> Iterator[str]:
+    """Make DeepSpeed accept our Muon; yield a message for each setting that prevents this."""
+    if config["zero_optimization"].get("stage") == 3:
+        yield '--optimizer muon updates whole matrices: use "stage": 2, or --optimizer adamw'
+    if offload_device(config, "optimizer"):
+        yield '--optimizer muon cannot be offloaded: remove "offload_optimizer"'
+    config.pop("optimizer", None)
+    config["zero_allow_untested_optimizer"] = True
+
+
+def _autos(config: dict, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted name of every value that is still "auto"."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{prefix}{key}.")
+        elif value == "auto":
+            yield prefix + key

@@ -1,0 +1,167 @@
+"""Read and write whole weights and optimizer state by parameter name, under every engine."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lm.engine.engine import Engine
+from lm.engine.partition import gathered, partitions, shape_of
+from lm.formats.portable import from_weights, load_weights, require_fit
+from model import Transformer
+from model.config import ConfigError
+from model.lora import merged_weights
+
+
+def state_of(optimizer: torch.optim.Optimizer, group: dict, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the optimizer's state of a tensor; create zeros before the first step.
+    The keys are exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon."""
+    state = optimizer.state[tensor]
+    by_muon = group.get("algorithm") == "muon"
+    keys = ("momentum_buffer",) if by_muon else ("exp_avg", "exp_avg_sq")
+    if keys[0] not in state:
+        if not by_muon:
+            is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.")
+            state["step"] = 0 if is_deepspeeds else torch.zeros((), device=tensor.device)
+        for key in keys:
+            state[key] = torch.zeros_like(tensor)
+    return {key: state[key] for key in keys}
+
+
+def catch_up(optimizer, step: int) -> None:
+    """Give DeepSpeed's CPU AdamW exactly the bias correction that it has after `step` steps.
+    DeepSpeed multiplies powers of the betas in each step and has no setter: take empty steps."""
+    group = optimizer.param_groups[0]
+    betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
+    settings = (0.0, *betas, eps, 0.0, correct)  # learning rate 0, weight decay 0
+    nothing = torch.zeros(4, 1)  # one weight, its gradient, its moments
+    for past in range(1, step + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, past, *settings, *nothing)
+
+
+class TrainingState:
+    """Weights and optimizer state of a model in training. `shapes` is the model on the meta device.
+    Every process must call each method. `weights` and `moments` return {} except on rank 0."""
+
+    def __init__(self, engine: Engine, model: nn.Module, optimizer, shapes: Transformer):
+        self.engine, self.accelerator, self.shapes = engine, engine.accelerator, shapes
+        self.model = getattr(model, "module", model)  # without the wrapper of DDP or DeepSpeed
+        # `zero` is DeepSpeed's wrapper of `optimizer`. It divides the fp32 weights.
+        self.zero = model.optimizer if engine.deepspeed is not None else None
+        self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the fp32 weights of the trained parameters by name."""
+        return self._whole(moments=False)
+
+    def moments(self) -> dict[str, Tensor]:
+        """Return the optimizer's tensors, with names such as "norm.weight.exp_avg"."""
+        return self._whole(moments=True)
+
+    def whole_model(self) -> Transformer | None:
+        """Return the model; under ZeRO-3 a copy on the main process's CPU, None elsewhere."""
+        if not self.engine.divides_model:
+            return self.model
+        weights = self.weights()
+        for name, parameter in self._frozen():
+            with gathered(parameter):
+                if self.accelerator.is_main_process:
+                    weights[name] = parameter.data.to("cpu", torch.float32, copy=True)
+        if not self.accelerator.is_main_process:
+            return None
+        weights = merged_weights(weights, self.model.lora)
+        with torch.random.fork_rng(devices=[]):  # keep the run's random state
+            return from_weights(self.model.config, weights, "the model in training")
+
+    def scalars(self) -> dict:
+        """Return AdamW's step (0 if Muon updates everything), the state of fp16's loss scale and
+        whether Muon gives the rows of an update equal norms (None without Muon)."""
+        scale = None
+        if self.accelerator.mixed_precision == "fp16" and self.zero:
+            scaler = vars(self.zero.loss_scaler)
+            scale = {k: v for k, v in scaler.items() if isinstance(v, bool | int | float)}
+        elif self.accelerator.mixed_precision == "fp16":
+            scale = self.accelerator.scaler.state_dict()
+        steps = (state["step"] for state in self.optimizer.state.values() if "step" in state)
+        rows = self.optimizer.param_groups[0].get("equal_rows")
+        return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale, "equal_rows": rows}
+
+    def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
+        """Restore the values that `weights`, `moments` and `scalars` return, and frozen weights.
+        Raises ConfigError if weights or shapes do not fit, KeyError if a moment is missing."""
+        self.load_weights(weights, source)
+        for key, parameter, inside, part in self._shards(moments=True, writes=True):
+            if moments[key].shape != shape_of(parameter):
+                raise ConfigError(f"{source}: the shape of {key} is not that of its parameter")
+            part.copy_(moments[key].view(-1)[inside])
+        step = scalars["optimizer_step"]
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] += step - int(state["step"])  # a tensor, or DeepSpeed's int
+        if hasattr(self.optimizer, "ds_opt_adam"):
+            catch_up(self.optimizer, step)
+        if "equal_rows" in (group := self.optimizer.param_groups[0]):
+            group["equal_rows"] = scalars["equal_rows"]
+        scale = scalars["loss_scale"] if self.accelerator.mixed_precision == "fp16" else None
+        if scale and self.zero:
+            vars(self.zero.loss_scaler).update(scale)
+        elif scale:
+            self.accelerator.scaler.load_state_dict(scale)
+
+    def load_weights(self, weights: dict, source: str) -> None:
+        """Restore fp32 weights, trained and frozen. The weights of adapters may be missing.
+        Raises ConfigError if names or shapes do not fit the model."""
+        if self.engine.divides_model:  # the parameters of self.model are empty
+            require_fit(self.shapes, weights, source)
+            for name, parameter in self._frozen():
+                with gathered(parameter, writes=True):
+                    parameter.data.copy_(weights[name])
+        else:
+            load_weights(self.model, weights, source)
+        for name, _, inside, part in self._shards(moments=False, writes=True):
+            if name in weights:
+                part.copy_(weights[name].view(-1)[inside])
+
+    def _frozen(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+
+    def _whole(self, moments: bool) -> dict[str, Tensor]:
+        """Return whole tensors, joined from the shards of all processes."""
+        whole = {}
+        for key, parameter, inside, part in self._shards(moments):
+            shape = shape_of(parameter)
+            if self.zero:
+                joined = torch.zeros(shape.numel(), device=self.accelerator.device)
+                joined[inside] = part
+                if self.accelerator.num_processes > 1:
+                    torch.distributed.all_reduce(joined)
+                part = joined
+            if self.accelerator.is_main_process:
+                whole[key] = part.detach().view(shape).to("cpu", torch.float32, copy=True)
+        return whole
+
+    def _shards(self, moments: bool, writes: bool = False) -> Iterator[tuple]:
+        """Yield (name, parameter, slice, view) of the weights or moments of this process.
+        The slice gives the elements of the flat parameter that this process holds. The view shares
+        memory with the optimizer's tensor. The order is the same on all processes."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+
+        def flat(group: dict, tensor: Tensor) -> dict[str, Tensor]:
+            if not moments:
+                return {"": tensor.data.view(-1)}
+            kept = state_of(self.optimizer, group, tensor).items()
+            return {f".{key}": x.view(-1) for key, x in kept}
+
+        groups = self.optimizer.param_groups
+        if not self.zero:
+            for group in groups:
+                for p in group["params"]:
+                    for key, tensor in flat(group, p).items():
+                        yield names[id(p)] + key, p, slice(None), tensor
+            return
+        for partition in partitions(self.zero, self.accelerator.process_index, writes):
+            tensors = flat(groups[partition.group], partition.fp32)
+            for part in partition.parts:
+                for key, tensor in tensors.items():
+                    name = names[id(part.parameter)] + key
+                    yield name, part.parameter, part.in_parameter, tensor[part.in_partition]

@@ -1,0 +1,100 @@
+"""Score text, conversations and prepared data: loss, perplexity, accuracy."""
+
+import math
+from collections.abc import Hashable, Iterable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+from lm.common.errors import UsageError
+from lm.data.chat_template import encode_conversation
+from lm.data.conversations import parse_conversation
+from lm.data.corpus import Record, load_json, parse
+from lm.data.dataset import TokenStream
+from lm.data.encoding import MARKERS
+from lm.data.tokenizer import Tokenizer
+from lm.evaluation.scoring import Row, ratio
+from model import IGNORE_INDEX
+
+
+def document_rows(
+    records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, stride: int, counts: dict
+) -> Iterator[Row]:
+    """Yield the windows of each document `<s> text </s>`; `Row.unit` is the document's index.
+
+    A window has up to seq_len ids. The next window begins `stride` ids later. Each id after <s> is
+    predicted once. Its context is all ids before it, or at least seq_len - stride + 1 of them.
+    `counts` counts texts that the tokenizer changes; their bytes are those of the changed text. It
+    also counts texts that hold names of markers (see `lm.data.encoding`).
+    """
+    for number, record in enumerate(records):
+        text = parse(record)
+        if not text:
+            continue
+        if MARKERS.search(text):
+            counts["with_markers_as_text"] += 1
+        ids = tokenizer.encode(text)
+        if tokenizer.change(text, ids):
+            counts["changed_by_tokenizer"] += 1
+            text = tokenizer.decode(ids)
+        ids = [tokenizer.bos_id, *ids, tokenizer.eos_id]
+        last = len(ids) - 1
+        for start in range(0, max(1, last - seq_len + stride), stride):
+            end = min(start + seq_len, last)
+            targets = torch.tensor(ids[start + 1 : end + 1])
+            if start:  # the previous window has predicted these targets
+                targets[: seq_len - stride] = IGNORE_INDEX
+            n_bytes = 0 if start else len(text.encode())  # all bytes count in the first window
+            yield Row(number, torch.tensor(ids[start:end]), targets, n_bytes)
+
+
+def conversation_rows(
+    records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, counts: dict[str, int]
+) -> Iterator[Row]:
+    """Yield one row for each conversation, as training reads it (see `ConversationSet`).
+
+    `Row.unit` is the conversation's index. A long conversation is cut after the last answer that
+    ends within seq_len targets. It is left out if no answer ends within seq_len targets. `counts`
+    counts both cases, as "cut" and "left_out", and the conversations that the tokenizer changes.
+    Raises UsageError if a record is wrong.
+    """
+    for number, record in enumerate(records):
+        turns = parse_conversation(load_json(record), record.place)
+        try:
+            ids, is_answer = encode_conversation(tokenizer, turns, record.place)
+        except UsageError:
+            counts["changed_by_tokenizer"] += 1
+            ids, is_answer = encode_conversation(tokenizer, turns)
+        ends = [at for at, id in enumerate(ids) if is_answer[at] and id == tokenizer.eos_id]
+        within = [end for end in ends if end <= seq_len]
+        if not within:
+            counts["left_out"] += 1
+            continue
+        counts["cut"] += len(within) < len(ends)
+        end = within[-1]
+        targets = [ids[at] if is_answer[at] else IGNORE_INDEX for at in range(1, end + 1)]
+        answers = [turn.content for turn in turns if turn.counts][: len(within)]
+        n_bytes = sum(len(answer.encode()) for answer in answers)
+        yield Row(number, torch.tensor(ids[:end]), torch.tensor(targets), n_bytes)
+
+
+def prepared_rows(dataset: TokenStream, samples: list[int], units: list[int]) -> Iterator[Row]:
+    """Yield a row for each index in `samples`. `units` has the units of the rows, in order."""
+    for i, unit in zip(samples, units, strict=True):
+        tokens, targets = dataset[i]
+        n_targets = int((targets != IGNORE_INDEX).sum())
+        yield Row(unit, tokens, targets, n_targets * dataset.bytes_per_token)
+
+
+def summary(units: list[tuple[Hashable, np.ndarray]]) -> dict:
+    """Return totals, loss in nats per token, perplexity, bits per byte and accuracy."""
+    nll, hits, tokens, n_bytes = np.array([scores.sum(axis=0) for _, scores in units]).T
+    metrics = {
+        "loss": ratio(nll, tokens),
+        "perplexity": ratio(nll, tokens, lambda loss: math.exp(min(loss, 700))),  # no overflow
+        "bits_per_byte": ratio(nll, n_bytes, lambda nats: nats / math.log(2)),
+        "accuracy": ratio(hits, tokens, partial(min, 1.0)),
+    }
+    totals = {"tokens": int(sum(tokens)), "bytes": round(sum(n_bytes))}
+    return {"units": len(units), "unit": "documents", **totals, "metrics": metrics}

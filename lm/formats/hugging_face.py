@@ -1,0 +1,138 @@
+"""Read and write a Hugging Face folder: config.json, weights and tokenizer."""
+
+import shutil
+from itertools import chain
+from pathlib import Path
+
+import tokenizers
+import torch
+from torch import Tensor
+
+from lm.common.errors import UsageError
+from lm.data.tokenizer import TOKENIZER_FILE, TOKENIZER_JSON, JsonTokenizer, Tokenizer, read_markers
+from lm.formats.config_json import llama_config, read_llama_config
+from lm.formats.portable import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    WEIGHTS_FILE,
+    WeightsError,
+    load_tensors,
+    read_json,
+    save_tensors,
+    write_json,
+)
+from lm.formats.tokenizer_json import convert, exported_jinja, read_exact, without_escapes
+from lm.formats.weight_names import our_rows, our_weights, to_llama
+from model.config import LMConfig
+from model.transformer import Transformer
+
+
+def inert_weights(config: LMConfig) -> dict[str, Tensor]:
+    """Return an empty shared expert's weights for each layer of a Qwen2-MoE, {} for others."""
+    shapes = {"_gate": (1, config.dim), ".gate_proj": (0, config.dim)}
+    shapes |= {".up_proj": (0, config.dim), ".down_proj": (config.dim, 0)}
+    layers = range(config.n_layers if config.use_moe and not config.qk_norm else 0)
+    return {
+        f"model.layers.{i}.mlp.shared_expert{name}.weight": torch.zeros(shape)
+        for i in layers
+        for name, shape in shapes.items()
+    }
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's weights, in the order in which transformers looks for them.
+    Other files, such as shards of an older version, are not read. Raises WeightsError if there is
+    none."""
+    for name in (WEIGHTS_FILE, "pytorch_model.bin"):
+        if (folder / name).exists():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").exists():
+            named = read_json(index).get("weight_map")
+            if not isinstance(named, dict) or not named:
+                raise WeightsError(f"{index}: has no weight_map, which names the shards")
+            return [folder / shard for shard in sorted(set(map(str, named.values())))]
+    missing = f"no {WEIGHTS_FILE}, and no {WEIGHTS_FILE}.index.json that names shards"
+    raise WeightsError(f"{folder}: {missing}: download the whole folder")
+
+
+def read_llama_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a Hugging Face folder with our names and our order of rows."""
+    config = read_llama_config(folder)
+    parts = chain(*(load_tensors(file).items() for file in weight_files(folder)))
+    found = our_weights(parts, str(folder))
+    weights = {name: our_rows(config, name, weight) for name, weight in found.items()}
+    output = weights.get("output.weight") if config.tie_embeddings else None
+    if output is not None and not torch.equal(output, weights.get("tok_embeddings.weight", output)):
+        raise WeightsError(f"{folder}: config.json ties the embeddings, but lm_head differs")
+    return weights
+
+
+MARK = "exported_by"  # this key in config.json allows --overwrite to replace the folder
+
+
+def is_export(folder: Path) -> bool:
+    """Return True for a folder that scripts.export_hf wrote."""
+    return (folder / CONFIG_FILE).exists() and MARK in read_json(folder / CONFIG_FILE)
+
+
+def write_model(folder: Path, model: Transformer, tokenizer: Tokenizer, dtype: str) -> None:
+    """Write weights and settings. Raises UsageError for shared experts or overflowing weights."""
+    config = model.config
+    if config.n_shared_experts:
+        raise UsageError("transformers has no Llama with shared experts: no export is possible")
+    kind = getattr(torch, dtype)
+    weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}
+    for key, weight in weights.items():
+        if not weight.isfinite().all():
+            raise UsageError(f"{key} does not fit into {dtype}: pass --dtype float32")
+    inert = {key: weight.to(kind) for key, weight in inert_weights(config).items()}
+    save_tensors(folder / WEIGHTS_FILE, to_llama(config, weights) | inert)
+    values = llama_config(config, dtype, tokenizer.bos_id, tokenizer.eos_id)
+    write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
+    generation = {name: values[name] for name in ("bos_token_id", "eos_token_id")}
+    if tokenizer.more_end_ids:
+        generation["eos_token_id"] = [tokenizer.eos_id, *tokenizer.more_end_ids]
+    write_json(folder / GENERATION_FILE, generation)
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
+    """Write tokenizer.json and its settings for transformers. `chat` adds the chat template.
+    Raises UsageError if no tokenizer.json can give equal ids."""
+    if isinstance(tokenizer, JsonTokenizer):
+        content = Path(tokenizer.path).read_text(encoding="utf-8")
+        written = without_escapes(content) if chat else content
+        (folder / TOKENIZER_JSON).write_text(written, encoding="utf-8")
+        theirs = tokenizer.chat_template  # it may name more tokens
+        markers = theirs.tokens if theirs else read_markers(tokenizer.path)
+        prefix = {}
+    else:
+        converted = convert(tokenizer, chat)
+        converted.save(str(folder / TOKENIZER_JSON))
+        shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
+        markers = {
+            "bos_token": converted.id_to_token(tokenizer.bos_id),
+            "eos_token": converted.id_to_token(tokenizer.eos_id),
+            "unk_token": converted.model.unk_token,
+        }
+        # Without this setting, a file of llama.cpp's converter puts a space before every text.
+        prefix = {"add_prefix_space": read_exact(tokenizer).normalizer_spec.add_dummy_prefix}
+    template = tokenizer.chat_template and tokenizer.chat_template.source
+    if "pad_token" not in (template or ""):  # else the template would render other text
+        # A batch needs a piece to fill rows with; its mask hides these pieces.
+        markers = {"pad_token": markers.get("unk_token", markers["eos_token"])} | markers
+    write_json(folder / "special_tokens_map.json", markers)
+    if chat:
+        known = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+        added = known.get_added_tokens_decoder().values()
+        template = exported_jinja(token.content for token in added if token.special)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged
+        "model_max_length": max_seq_len,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",  # generation goes on at the right
+        **prefix,
+    }
+    if template:
+        settings["chat_template"] = template
+    write_json(folder / "tokenizer_config.json", markers | settings)

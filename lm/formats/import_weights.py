@@ -1,0 +1,207 @@
+"""Import a Llama: a Hugging Face folder, or a state dict with our or Hugging Face's names.
+
+No code from a file is run: the readers are safetensors, JSON and torch.load(weights_only=True).
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lm.common.atomic import new_folder
+from lm.common.errors import UsageError
+from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, TEMPLATE_TOKENS
+from lm.data.tokenizer import (
+    MARKERS_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    copy_tokenizer,
+    open_tokenizer,
+    tokenizer_in,
+)
+from lm.formats.config_json import read_llama_config
+from lm.formats.hugging_face import read_llama_weights
+from lm.formats.portable import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    WEIGHTS_FILE,
+    WeightsError,
+    build_config,
+    end_ids,
+    load_tensors,
+    read_json,
+    require_fit,
+    save_portable,
+    without_memory,
+    write_json,
+)
+from lm.formats.tokenizer_json import is_ours, restore
+from lm.formats.weight_names import PREFIX, TABLE, our_rows, our_weights
+from model.config import LMConfig
+
+# These settings do not follow from the weights. Defaults in Meta's code of Llama 1 and 2:
+DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": 2048}
+NORMED = {"norm_eps": 1e-6, "rope_theta": 1e6}  # of models with norms of queries and keys: Qwen3's
+EXPERTS = {"norm_topk_prob": True}  # MiniMind's
+
+
+def import_weights(
+    source: Path, out: Path, *, tokenizer: Path | None = None, overwrite: bool = False, **settings
+) -> str:
+    """Convert weights of another program to portable weights; return a summary for the user.
+
+    Args:
+        tokenizer: file or folder of a tokenizer; None: the one next to the weights, if any.
+        settings: `n_heads`, `num_experts_per_tok` and the keys of DEFAULTS, for a state dict; None
+            means not given. A folder's config.json sets all of them but max_seq_len.
+
+    Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced."""
+    if not source.exists():
+        raise UsageError(f"{source}: no such file or folder")
+    given = {name: value for name, value in settings.items() if value is not None}
+    with new_folder(out, "import", is_import, overwrite) as folder:
+        if source.is_dir():
+            assumed = {}
+            if extra := given.keys() - {"max_seq_len"}:
+                raise UsageError(f"leave out --{min(extra)}: {source / CONFIG_FILE} sets it")
+            config = build_config(read_llama_config(source).to_dict() | given, source)
+            weights = read_llama_weights(source)
+        else:
+            weights, said = _state_dict(source)
+            for name in said.keys() & given.keys() - {"max_seq_len"}:
+                if said[name] != given[name]:
+                    raise UsageError(f"drop --{name}: {source} or params.json says {said[name]}")
+            given = said | given
+            assumed = DEFAULTS | (NORMED if any("q_norm" in name for name in weights) else {})
+            assumed |= EXPERTS if any(".experts." in name for name in weights) else {}
+            assumed = {name: value for name, value in assumed.items() if name not in given}
+            config, weights = _read_file(source, weights, assumed | given)
+        require_fit(without_memory(config), weights, str(source))
+        names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
+        save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
+        path = tokenizer or (source if source.is_dir() else source.parent)
+        path = tokenizer_in(path) if path.is_dir() else path
+        copied = "no tokenizer (to use text, pass --tokenizer FILE)"
+        if tokenizer or path.exists():
+            copied = f"tokenizer {path}"
+            if not restore(path, folder / TOKENIZER_FILE):
+                copy_tokenizer(open_tokenizer(path).path, folder)
+        copied += _copy_template(source, path.parent, folder)
+        ends = end_ids(source) if source.is_dir() else set()
+        known = {open_tokenizer(folder).eos_id} if tokenizer_in(folder).exists() else set()
+        if len(ends | known) > 1:
+            write_json(folder / GENERATION_FILE, {"eos_token_id": sorted(ends)})
+    shown = (
+        f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed)}"
+        for name in ("n_heads", *DEFAULTS, *(EXPERTS if config.use_moe else ()))
+    )
+    return f"{out}: weights of {source}, {copied}\n{', '.join(shown)}"
+
+
+def _copy_template(source: Path, beside: Path, folder: Path) -> str:
+    """Copy the chat template in the folder `source`; if there is none, the one in `beside`, the
+    folder of the tokenizer. Return words for the user if it cannot be used, else ""."""
+    template = _template(source) or _template(beside) or ""
+    if is_ours(template):
+        (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
+    elif template:
+        if not (folder / TOKENIZER_JSON).exists():
+            return ", without its chat template, which needs a tokenizer.json of byte-level BPE"
+        (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        names = read_json(beside / MARKERS_FILE).items()  # which templates may use
+        tokens = {name: token for name, token in names if name.endswith("_token") and token}
+        markers = read_json(folder / MARKERS_FILE)
+        write_json(folder / MARKERS_FILE, markers | {TEMPLATE_TOKENS: tokens})
+    return ""
+
+
+def _template(folder: Path) -> str | None:
+    """Return the chat template in a folder, if any; of several, the default."""
+    if (file := folder / TEMPLATE_FILE).exists():  # newer versions of transformers write it
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise WeightsError(f"{file}: not valid UTF-8") from error
+    markers = folder / MARKERS_FILE
+    found = read_json(markers).get("chat_template") if markers.exists() else None
+    if isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found}.get("default")
+    return found
+
+
+def is_import(folder: Path) -> bool:
+    """Return True for a folder of portable weights, perhaps with tokenizer and chat template."""
+    names = {path.name for path in folder.iterdir()}
+    known = {CONFIG_FILE, GENERATION_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
+    others = names - known
+    return CONFIG_FILE in names and not others and "n_layers" in read_json(folder / CONFIG_FILE)
+
+
+def _read_file(
+    path: Path, weights: dict[str, Tensor], settings: dict
+) -> tuple[LMConfig, dict[str, Tensor]]:
+    """Return config and renamed weights. Raises UsageError if the config cannot be derived."""
+    if theirs := any(".self_attn." in name for name in weights):
+        weights = our_weights(weights.items(), str(path))
+    config = _config_from_shapes(weights, settings, path)
+    if theirs:
+        weights = {name: our_rows(config, name, weight) for name, weight in weights.items()}
+    return config, weights
+
+
+def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
+    """Return the tensors of a file by names without PREFIX, and the settings in the file or in
+    Meta's params.json next to the file. Raises WeightsError if a file cannot be used."""
+    content = load_tensors(path)
+    beside = path.with_name("params.json")
+    said = read_json(beside) if beside.exists() else {}
+    if isinstance(content.get("model"), dict):  # a training checkpoint, as in llama2.c
+        said |= content.get("model_args") or {}
+        content = content["model"]
+    if said.get("use_scaled_rope"):
+        raise WeightsError(f"{path}: use_scaled_rope is set: import the Hugging Face folder")
+    said = {name: said[name] for name in ("n_heads", *DEFAULTS) if name in said}
+    if others := [name for name, value in content.items() if not isinstance(value, Tensor)]:
+        raise WeightsError(f"{path}: not a state dict: {others[0]} is not a tensor")
+    weights = {name: tensor for name, tensor in content.items() if not TABLE.search(name)}
+    return {PREFIX.sub("", name): tensor for name, tensor in weights.items()}, said
+
+
+def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
+    """Return a config from shapes and `settings`. Raises WeightsError if they fit no Llama."""
+    router = weights.get("layers.0.feed_forward.router")
+    w1 = "feed_forward.w1.weight" if router is None else "feed_forward.w1"  # (experts, rows, cols)
+    in_block = ("attention.wq.weight", "attention.wk.weight", w1)
+    needed = ["tok_embeddings.weight", *(f"layers.0.{name}" for name in in_block)]
+    for name in needed:
+        if name not in weights or weights[name].dim() < 2:
+            raise WeightsError(f"{path}: not a Llama: {name} is missing or not a matrix")
+    embedding, wq, wk, w1 = (weights[name] for name in needed)
+    q_norm = weights.get("layers.0.attention.q_norm.weight")
+    if q_norm is not None and 0 < q_norm.numel() < len(wq):  # else the heads are not separate
+        settings = {"n_heads": len(wq) // q_norm.numel()} | settings
+    if "n_heads" not in settings:
+        raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
+    n_heads = settings["n_heads"]
+    if n_heads < 1 or wq.shape[0] % n_heads:
+        raise WeightsError(f"--n_heads {n_heads} does not divide the {wq.shape[0]} rows of wq")
+    head_dim = wq.shape[0] // n_heads
+    output = weights.get("output.weight")
+    config = {
+        "dim": embedding.shape[1],
+        "n_layers": len({n.split(".")[1] for n in weights if n.startswith("layers.")}),
+        "n_kv_heads": max(1, wk.shape[0] // head_dim),
+        "head_dim": head_dim,
+        "vocab_size": embedding.shape[0],
+        "hidden_dim": w1.shape[-2],
+        "qk_norm": q_norm is not None,
+        "tie_embeddings": output is None or torch.equal(output, embedding),
+    }
+    if router is not None:
+        if "num_experts_per_tok" not in settings:
+            problem = f"{path} does not say how many experts a token uses"
+            raise UsageError(f"{problem}: pass --num_experts_per_tok (minimind-3-moe has 1)")
+        config |= {"use_moe": True, "n_routed_experts": len(router), "moe_hidden_dim": w1.shape[1]}
+        config["n_shared_experts"] = len(w1) - len(router)
+    return build_config(config | settings, path)

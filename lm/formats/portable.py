@@ -1,0 +1,153 @@
+"""Portable weights: a folder with model.safetensors (fp32) and config.json."""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lm.common.errors import UsageError, reason
+from model.config import ConfigError, LMConfig
+from model.lora import is_adapter
+from model.transformer import Transformer
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"  # names end tokens; of imported models with several
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class WeightsError(UsageError, ConfigError):
+    """Weights on disk are missing, damaged, or belong to another model."""
+
+
+def save_portable(folder: Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
+    """Write config and weights. `weights` holds a tied matrix once, under one name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(folder / WEIGHTS_FILE, weights)
+    write_json(folder / CONFIG_FILE, config.to_dict())
+
+
+def write_json(path: Path, values: dict) -> None:
+    """Write indented JSON."""
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON object. Raises WeightsError if the file does not hold one."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{path.parent}: no readable {path.name} ({reason(error)})") from error
+    if not isinstance(values, dict):
+        raise WeightsError(f"{path}: not a JSON object")
+    return values
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Call `save_file` of safetensors, and turn its errors into OSError."""
+    path.touch()
+    mode = path.stat().st_mode  # save_file sets permissions that let only the owner read
+    try:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+    with suppress(OSError):  # a mounted bucket or share may refuse it
+        path.chmod(mode)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file, or a file of torch.save; code in it is not run. Raises WeightsError
+    if the file is missing or damaged. torch.save allows values that are not tensors."""
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return dict(torch.load(path, "cpu", weights_only=True))
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path.parent}: no readable weights ({error})") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise WeightsError(f"{path}: not a state dict, or holds code, which is not run") from error
+
+
+def load_config(folder: Path) -> LMConfig:
+    """Read config.json of a folder. Raises WeightsError if it is missing or damaged."""
+    path = folder / CONFIG_FILE
+    return build_config(read_json(path), path)
+
+
+def end_ids(folder: Path) -> set[int]:
+    """Return the end tokens that a folder's GENERATION_FILE and CONFIG_FILE name: an id or a list
+    in each. Raises WeightsError if a file is damaged."""
+    found = []
+    for name in (GENERATION_FILE, CONFIG_FILE):
+        given = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+        found += given if isinstance(given, list) else [given]
+    return {id for id in found if type(id) is int}
+
+
+def build_config(values: dict, source: Path) -> LMConfig:
+    """Build a config. Raises WeightsError, which names `source`, if the values are invalid."""
+    try:
+        return LMConfig.from_dict(values)
+    except ConfigError as error:
+        raise WeightsError(f"{source}: {error}") from error
+
+
+def load_portable(folder: Path) -> Transformer:
+    """Load the model of a folder. Raises WeightsError if a file is missing or damaged."""
+    return from_weights(load_config(folder), load_tensors(folder / WEIGHTS_FILE), str(folder))
+
+
+def from_weights(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
+    """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
+    require_fit(without_memory(config), weights, source)  # a damaged config could fill memory
+    model = Transformer(config)
+    load_weights(model, weights, source)
+    return model.eval()
+
+
+def without_memory(config: LMConfig) -> Transformer:
+    """Build a model whose parameters have shapes but no values."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
+    """Copy weights into the model. Raises WeightsError if the weights do not fit."""
+    require_fit(model, weights, source)
+    for name, parameter in model.named_parameters():
+        if name in weights:
+            parameter.data.copy_(weights[name])
+
+
+def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise WeightsError if names or shapes differ, or a weight is not finite floating point.
+    Weights that contain no adapter also fit a model with adapters."""
+    parameters = dict(model.named_parameters())
+    names = set(weights)
+    if not any(map(is_adapter, names)):
+        parameters = {name: p for name, p in parameters.items() if not is_adapter(name)}
+    if model.config.tie_embeddings:
+        names.discard("output.weight")  # the same matrix as tok_embeddings.weight
+    for name in sorted(parameters.keys() ^ names):
+        wrong = "missing" if name in parameters else "not in this model"
+        raise WeightsError(f"{source}: {name} is {wrong}")
+    for name, parameter in parameters.items():
+        tensor, shape = weights[name], tuple(parameter.shape)
+        if (given := tuple(tensor.shape)) != shape:
+            raise WeightsError(f"{source}: {name} has shape {given}, the model needs {shape}")
+        if tensor.dtype not in FLOATS or not tensor.isfinite().all():
+            wrong = "contains NaN or infinity, or is not floating point of 16 bits or more"
+            raise WeightsError(f"{source}: {name} {wrong}")

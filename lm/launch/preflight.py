@@ -1,0 +1,156 @@
+"""Decide how run_accelerate.sh trains, and print the launcher's arguments.
+
+python -m lm.launch.preflight [flags of the training program]
+"""
+
+import os
+import shlex
+import sys
+import time
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from accelerate.commands import launch
+from accelerate.commands.config.config_args import load_config_from_file
+
+from lm.common.errors import UsageError, one_line_errors
+from lm.common.launcher import forget_tasks, starter_of_tasks
+from lm.common.numbers import available_cores, counted, size
+from lm.data.conversations import SUFFIXES as CHAT_SUFFIXES
+from lm.data.corpus import BUILTIN, SUFFIXES, find_files, text_size
+from lm.engine.engine import OTHER_ENGINES, check_precision, deepspeed_plugin, set_launch_variables
+from lm.engine.hardware import cpu_emulates_bf16, require_usable_gpu
+from lm.engine.launcher_settings import with_launcher_settings
+from lm.launch.shell_variables import ShellVariables
+from lm.launch.time_budget import MOST_PREPARING, TimeBudget, fitting_shapes
+from lm.training.arguments import TrainingArguments, as_arguments, as_words, build_parser
+from lm.training.inputs import Inputs, find_inputs
+from lm.training.log import require_trackers
+from lm.training.resume import decided_arguments, saved_flags
+from model import ConfigError
+
+# Exceptions of Accelerate for a file that it cannot use.
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
+UNREADABLE += (yaml.YAMLError,)
+# Bytes that a core prepares in a second, roughly.
+TEXT_PER_CORE, CHAT_PER_CORE = 4e6, 4e5
+
+
+def read_launch(config_file: str) -> bool:
+    """Read Accelerate's file, set the variables that `accelerate launch` sets for DeepSpeed, and
+    return whether the file chooses DeepSpeed. Raises UsageError if the file is invalid or
+    contradicts other settings."""
+    try:
+        config = load_config_from_file(config_file)
+        words = ["--config_file", config_file, "--num_processes", "1", "--num_machines", "1"]
+        options = launch.launch_command_parser().parse_args([*words, "program"])
+        options, _, has_precision = launch._validate_launch_command(options)
+        if options.use_deepspeed:
+            fields = [*config.deepspeed_config, *["mixed_precision"] * has_precision]
+            options.deepspeed_fields_from_accelerate_config = ",".join(map(str, fields))
+            options.main_process_port = 0
+            _, environ = launch.prepare_deepspeed_cmd_env(options)
+            found = {k: v for k, v in environ.items() if k.startswith("ACCELERATE_")}
+            os.environ.update(found | {"ACCELERATE_MIXED_PRECISION": "no"})
+        if options.dynamo_backend != "no":
+            os.environ["ACCELERATE_DYNAMO_BACKEND"] = str(options.dynamo_backend)
+        for name in OTHER_ENGINES:
+            if getattr(options, f"use_{name.lower()}"):
+                os.environ[f"ACCELERATE_USE_{name}"] = "true"
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"Accelerate rejects {config_file}: {reason}") from error
+    if config.num_machines != 1 and os.environ.get("NUM_MACHINES", "1") == "1":
+        remedy = "set NUM_MACHINES, MACHINE_RANK and MASTER_ADDR"
+        raise UsageError(f"{config_file} is for {config.num_machines} machines: {remedy}")
+    return options.use_deepspeed
+
+
+def check_launch(
+    config_file: str,
+    processes: int,
+    flags: dict[str, Any],
+    kind: type[TrainingArguments] = TrainingArguments,
+) -> tuple[Inputs, dict | None]:
+    """Prepare a run in this process alone; return it and DeepSpeed's configuration, if any.
+    Raises UsageError or ConfigError if the launch cannot work."""
+    has_deepspeed = read_launch(config_file)
+    args, model_settings = decided_arguments(flags, kind)
+    require_trackers(args.trackers)
+    require_usable_gpu()
+    check_precision(args, torch.cuda.is_available())
+    set_launch_variables(args)
+    os.environ["WORLD_SIZE"] = str(processes)
+    has_deepspeed = has_deepspeed or bool(args.deepspeed)
+    config = deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
+    return find_inputs(args, model_settings, None, processes), config
+
+
+def announce_preparation(request: ShellVariables) -> None:
+    """Say it before a preparation that will take a large part of the time."""
+    if request.stage == "distill" or request.names_data:
+        return
+    source, suffixes, speed = request.get("DATA", BUILTIN), SUFFIXES, TEXT_PER_CORE
+    if request.stage == "sft":
+        source, suffixes, speed = request.get("CHAT", BUILTIN), CHAT_SUFFIXES, CHAT_PER_CORE
+    n_bytes = 0 if source == BUILTIN else text_size(find_files(source, suffixes))
+    takes = n_bytes / speed / available_cores() / 60
+    if takes > MOST_PREPARING * request.minutes:
+        text = f"preparing {size(n_bytes)} may take about {takes:.0f} min, if it is not prepared"
+        print(f"{text} yet: above half of the {request.minutes:g} min, they begin at its end")
+
+
+def main(words: list[str]) -> list[str]:
+    """Return the launcher's arguments. Raises UsageError or ConfigError if the launch cannot
+    work."""
+    loading = time.time() - psutil.Process().create_time()
+    starter = starter_of_tasks()
+    if starter and not os.environ.get("NUM_MACHINES"):
+        once = "start it once per machine, with NUM_MACHINES, MACHINE_RANK and MASTER_ADDR"
+        raise UsageError(f"{starter} has started this command several times: {once}")
+    forget_tasks()
+    request = ShellVariables(os.environ, words)
+    parser = build_parser(request.kind)
+    # A mistake should not cost the time to prepare text.
+    as_arguments(vars(parser.parse_args(words)), request.kind)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
+    read_launch(request.config)
+    if request.get("ENGINE") == "fp16":
+        words = ["--dtype", "float16", *words]
+    require_usable_gpu()
+    processes = request.processes(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    typed = vars(parser.parse_args(words))
+    decided = with_launcher_settings(typed, request.launcher_words(processes))
+    words = [*as_words({k: v for k, v in decided.items() if k not in typed}), *words]
+    saved = saved_flags(typed, request.kind)  # refuses a resume before text is prepared
+    if not saved:
+        announce_preparation(request)
+    words = [*request.data_flags(saved), *words]
+    typed = vars(parser.parse_args(words))
+    if "dtype" not in typed | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
+        print("--dtype float32, because this CPU would emulate bf16")
+        words, typed["dtype"] = ["--dtype", "float32", *words], "float32"
+    if saved:
+        print("resumed with the flags of the run and the typed flags; MINUTES has no effect")
+        added = {}
+    else:
+        shape = {}
+        if request.stage != "sft" and not typed.get("init_from"):
+            shape = fitting_shapes(typed)[0]  # the first shape, until one is chosen
+        if request.stage == "distill":
+            shape.pop("max_seq_len", None)  # the teacher decides the length
+        inputs, deepspeed = check_launch(request.config, processes, typed | shape, request.kind)
+        added = TimeBudget(request, inputs, deepspeed, typed, processes, loading).flags()
+    print(f"starting {counted(processes, 'processes')}; PyTorch is loaded again")
+    return [*request.launcher_words(processes), request.kind.program, *as_words(added), *words]
+
+
+if __name__ == "__main__":
+    # stdout is for the launcher's arguments, so everything else that is printed goes to stderr.
+    output = os.dup(1)
+    os.dup2(2, 1)
+    with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
+        os.write(output, os.fsencode(shlex.join(main(sys.argv[1:]))))

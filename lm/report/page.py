@@ -1,0 +1,204 @@
+"""Write report.html, one file without JavaScript that a browser opens from the disk.
+
+The page shows final numbers, charts, samples and settings of one or several runs.
+"""
+
+import json
+import re
+import shlex
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from html import escape
+from math import nan
+from pathlib import Path
+
+import numpy as np
+
+from lm.common.errors import one_line
+from lm.report.drawing import Chart, Curve, draw, plot
+from lm.report.history import History, number, read_history, series
+
+TEMPLATE = Path(__file__).with_name("template.html")
+SAMPLES = 10  # maximum of samples from training per run; the finished model adds one
+LARGE = (11.4, 3.4)  # width and height of the first chart in inches
+
+LOSS = Chart("Training loss", "nats per token", "loss", from_zero=False)
+VAL_LOSS = replace(LOSS, title="Validation loss", key="val_loss")
+OTHERS = (
+    Chart("Hard loss", "against the data, nats per token", "hard_loss", from_zero=False),
+    Chart("Soft loss", "against the teacher, nats per token", "soft_loss"),
+    Chart("Agreement", "share of tokens where both models have the same first choice", "agreement"),
+    Chart("Learning rate", "of AdamW", "learning_rate"),
+    Chart("Gradient norm", "before clipping", "grad_norm"),
+    Chart("Throughput", "tokens per second", "tokens_per_second"),
+    Chart("MFU", "share of the devices’ peak FLOP/s", "mfu"),
+    Chart("Memory", "GiB, peak of the main process so far", "memory_gib"),
+)
+
+
+def write_report(runs: list[Path], out: Path) -> None:
+    """Write the page of these runs to `out`. Raises UsageError if a run is missing or empty."""
+    histories = by_name(runs)
+    parts = {
+        "title": escape(", ".join(histories)),
+        "numbers": _table({name: final_numbers(run) for name, run in histories.items()}),
+        "charts": "\n".join(draw(chart) for chart in charts(histories)),
+        "samples": "\n".join(_samples(name, run) for name, run in histories.items()),
+        "settings": _settings(histories),
+    }
+    # All placeholders are replaced at once, so that {{...}} in a sample is not replaced.
+    html = re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], TEMPLATE.read_text("utf-8"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # UTF-8 cannot encode half a surrogate pair in a sample: write a question mark instead.
+    out.write_text(html, encoding="utf-8", errors="replace")
+
+
+def try_to(write: Callable[[list[Path], Path], None], runs: list[Path], out: Path) -> str:
+    """Write a page or a picture of the runs; return its path, or why it could not be written."""
+    try:
+        write(runs, out)
+    except Exception as error:  # of matplotlib, for example
+        return f"NOT WRITTEN: {one_line(error)}"
+    return str(out)
+
+
+def draw_losses(runs: list[Path], picture: Path) -> None:
+    """Draw the training and validation loss of one run into a picture, such as a PNG."""
+    (chart,) = losses(by_name(runs))
+    figure = plot(replace(chart, size=(8, 4.5)))
+    figure.axes[0].set_ylabel(LOSS.unit)
+    figure.legend()
+    figure.savefig(picture, dpi=120)
+
+
+def by_name(runs: list[Path]) -> dict[str, History]:
+    """Read the runs; return them by folder name, or by path if two names are equal."""
+    paths = {path.resolve(): read_history(path) for path in runs}
+    names = {path.name: run for path, run in paths.items()}
+    return names if len(names) == len(paths) else {str(path): run for path, run in paths.items()}
+
+
+def charts(runs: dict[str, History]) -> list[Chart]:
+    """Return the charts that have numbers. The first chart is larger than the others."""
+    others = [replace(chart, curves=_curves(chart, runs)) for chart in OTHERS]
+    known = [chart for chart in losses(runs) + others if chart.curves]
+    return [replace(chart, size=LARGE) for chart in known[:1]] + known[1:]
+
+
+def losses(runs: dict[str, History]) -> list[Chart]:
+    """Return one chart of training and validation loss; for several runs, a chart of each loss."""
+    train, validation = _curves(LOSS, runs), _curves(VAL_LOSS, runs)
+    if len(runs) > 1:
+        return [replace(LOSS, curves=train), replace(VAL_LOSS, curves=validation)]
+    (run,) = runs.values()
+    curves = [replace(curve, label=f"training{run.training_loss_is}") for curve in train]
+    curves += [replace(curve, label="validation", color=1) for curve in validation]
+    return [replace(LOSS, title="Loss", curves=curves)]
+
+
+def _curves(chart: Chart, runs: dict[str, History]) -> list[Curve]:
+    """Return a curve for each run that has values for this chart."""
+    curves = []
+    for color, (name, run) in enumerate(runs.items()):
+        label = name if len(runs) > 1 else chart.title
+        label += run.training_loss_is if chart.key == LOSS.key else ""
+        points = series(run.train + run.validation, chart.key)
+        curves.append(Curve(label, points, color, run.tokens_per_step))
+    return [curve for curve in curves if curve.values]
+
+
+def final_numbers(run: History) -> dict[str, str]:
+    """Return the summary of a run as name → text. Unknown numbers are left out."""
+
+    def text(value, form: str) -> str | None:
+        return None if number(value) is None else format(value, form)
+
+    def median(key: str) -> float:
+        values = [value for _, value in series(run.train, key) if value is not None]
+        return statistics.median(values or [nan])
+
+    last = run.train[-1] if run.train else {}
+    validation = run.validation[-1] if run.validation else {}
+    losses = [(loss, step) for step, loss in series(run.validation, "val_loss") if loss is not None]
+    best_loss, best_step = min(losses, default=(None, None))
+    # "step_seconds" is a mean since the previous row. It may leave out a resumed run's first step.
+    n_steps = np.diff([0, *(row["step"] for row in run.train)])
+    seconds = [number(row.get("step_seconds")) or 0.0 for row in run.train]
+    numbers = {
+        "state": "finished" if run.folder.weights.exists() else "not finished",
+        "steps": f"{max(last.get('step', 0), validation.get('step', 0)):,}",
+        "tokens": text(last.get("tokens"), ",.0f"),
+        "epochs": text(last.get("epoch"), ".4g"),
+        "training time": str(timedelta(seconds=round(n_steps @ seconds))),
+        "training loss": text(last.get("loss"), ".4f"),
+        "validation loss": text(validation.get("val_loss"), ".4f"),
+        "best validation loss": losses and f"{best_loss:.4f} at step {best_step:,}",
+        "agreement with the teacher": text(last.get("agreement"), ".1%"),
+        "perplexity": text(validation.get("val_perplexity"), ".4g"),
+        "bits per byte": text(validation.get("val_bits_per_byte"), ".4f"),
+        "with gzip -9": text(validation.get("val_gzip"), ".2f"),
+        "with xz -9": text(validation.get("val_xz"), ".2f"),
+        "of an untrained model": text(validation.get("val_untrained"), ".2f"),
+        "tokens per second": text(median("tokens_per_second"), ",.0f"),
+        "MFU": text(median("mfu"), ".1%"),
+        "peak memory in GiB": text(last.get("memory_gib"), ".2f"),
+        "skipped steps": text(last.get("skipped_steps"), ",.0f"),
+    }
+    return {name: value for name, value in numbers.items() if value}
+
+
+def _table(rows: dict[str, dict[str, str]]) -> str:
+    """Return {run: {name: value}} as an HTML table with a column per run."""
+    head = "".join(f"<th>{escape(run)}</th>" for run in rows)
+    body = ""
+    for name in dict.fromkeys(name for values in rows.values() for name in values):
+        cells = (f"<td>{escape(values.get(name, '–'))}</td>" for values in rows.values())
+        body += f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>"
+    head = f"<thead><tr><td></td>{head}</tr></thead>"
+    style = "one" if len(rows) == 1 else "wide"
+    return f'<div class="{style}"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def _samples(name: str, run: History) -> str:
+    """Return HTML of evenly spaced samples from training and of the final sample."""
+    shown = []  # (when, prompt, text)
+    if run.samples:
+        spread = np.linspace(0, len(run.samples) - 1, SAMPLES).round().astype(int)
+        rows = [run.samples[i] for i in np.unique(spread)]
+        shown = [(f"step {row['step']:,}", row.get("prompt", ""), row["text"]) for row in rows]
+    if run.folder.weights.exists() and run.folder.sample.exists():
+        text = run.folder.sample.read_text(encoding="utf-8", errors="replace")
+        shown.append(("finished model", "", text))
+    return "\n".join(
+        f"<article><h3>{escape(name)}, {when}</h3>"
+        f"<pre><mark>{escape(prompt)}</mark>{escape(text)}</pre></article>"
+        for when, prompt, text in shown
+    )
+
+
+def _settings(runs: dict[str, History]) -> str:
+    """Return HTML of commands and settings; for several runs, only settings that differ."""
+    parts = ["<h2>Settings that differ</h2>" if len(runs) > 1 else "<h2>Settings</h2>"]
+    table = {}
+    for name, run in runs.items():
+        command = shlex.join(run.settings.get("command", []))
+        parts.append(f"<h3>{escape(name)}</h3>\n<pre>{escape(command)}</pre>")
+        table[name] = _flat(run.settings)
+    if len(runs) > 1:
+        shared = set.intersection(*(set(values.items()) for values in table.values()))
+        for name, values in table.items():
+            table[name] = dict(item for item in values.items() if item not in shared)
+    return "\n".join([*parts, _table(table)])
+
+
+def _flat(settings: dict) -> dict[str, str]:
+    """Flatten settings.json to name → text, but keep "deepspeed" as one text. Drop "command"."""
+    flat = {}
+    for key, value in settings.items():
+        if isinstance(value, dict) and key != "deepspeed":  # a group of settings
+            flat |= _flat(value)
+        elif key != "command":
+            flat[key] = value if isinstance(value, str) else json.dumps(value)
+    return flat

@@ -1,0 +1,250 @@
+"""Find and check the weights, teacher, data and checkpoint of a run, before its model is built.
+
+lm/launch/preflight.py also calls `find_inputs`, in a single process, to check a launch.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lm.common.errors import ReportedError, UsageError
+from lm.data.conversation_set import ConversationRows, ConversationSet
+from lm.data.conversations import SUFFIXES
+from lm.data.corpus import find_files
+from lm.data.dataset import NothingFitsError, TokenStream
+from lm.data.prepare import conversations_out
+from lm.data.shards import CONVERSATIONS
+from lm.engine.agreement import (
+    on_each_machine,
+    on_every_process,
+    on_main_process,
+    require_the_same,
+)
+from lm.engine.engine import Engine
+from lm.engine.memory import Workload
+from lm.storage.find import PRETRAINING, data_of, name_of
+from lm.storage.folder import read_settings
+from lm.storage.weights import WeightsFolder
+from lm.training.arguments import SFTArguments, TrainingArguments
+from lm.training.resume import (
+    StartingPoint,
+    find_starting_point,
+    require_text_of_run,
+    resumed_arguments,
+    run_identity,
+)
+from lm.training.teacher import TeacherWeights, require_same_tokenizer
+from model import LMConfig, Transformer
+from model.config import HOW_IT_COMPUTES
+from model.output import OutputLayer
+
+# Flags that may differ between machines.
+OF_A_MACHINE = {
+    *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
+    *("num_workers", "teacher", "teacher_config", "threads", "time_limit"),
+}
+# Settings that may differ from those of the initial weights: they change no weight's shape.
+MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    args: TrainingArguments  # with paths filled in; a resume may change accumulation_steps
+    start: StartingPoint
+    source: WeightsFolder | None  # the initial weights, or None: they are random
+    teacher: TeacherWeights | None
+    train_set: TokenStream
+    val_set: TokenStream | None  # None: no validation
+    config: LMConfig
+    shapes: Transformer  # the model on the meta device, with its adapters
+    identity: dict  # facts that must stay the same at a resume, see `run_identity`
+    total_steps: int  # of the whole run
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one pass over the text. Older versions counted all segmentations as a pass."""
+        return self.identity.get("samples_per_epoch", len(self.train_set))
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs per token: forward and backward, and the forward pass of a teacher."""
+        length = self.train_set.tokens_per_sample
+        teacher = self.teacher.shapes.flops_per_token(length) / 3 if self.teacher else 0
+        return self.shapes.flops_per_token(length) + teacher
+
+    def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
+        """Return the work of one process in a step, for the memory estimate."""
+        return Workload(
+            args=self.args,
+            shapes=self.shapes,
+            processes=processes,
+            device=device,
+            compiled=compiled,
+            teacher=self.teacher and self.teacher.shapes,
+            teacher_config=self.teacher and self.teacher.zero,
+        )
+
+
+def find_inputs(
+    args: TrainingArguments, model_settings: dict, engine: Engine | None, processes: int = 1
+) -> Inputs:
+    """Find and check everything that a run needs. Every process must call it. Before a launch
+    `engine` is None and `processes` is given. Raises UsageError or ConfigError if a check fails."""
+    processes = engine.processes if engine else processes
+    choose = partial(choose_sources, args, model_settings, claims=engine is not None)
+    start, source, teacher, settings, data = on_main_process(engine, choose)
+    # Machines may have different paths and threads.
+    filled = replace(args, data=args.data or data, threads=torch.get_num_threads())
+    if teacher:
+        filled = replace(filled, teacher=str(teacher.source.path))
+
+    def open_data() -> tuple:
+        seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
+        read = filled.dataset  # distillation finds it in a file
+        packs = ConversationRows if read is ConversationSet else read
+        train_set = packs(filled.data, "train", seq_len)
+        try:
+            val_set = read(filled.data, "val", seq_len)
+        except NothingFitsError:
+            val_set = None
+        if source:
+            require_same_tokenizer(source, train_set)
+        if teacher:
+            teacher.require_fit(train_set, engine)
+        if filled.token_noise and (teacher or not train_set.n_first):
+            needs = "a text in several segmentations (docs/data.md) and no teacher"
+            raise UsageError(f"--token_noise {filled.token_noise:g} needs {needs}")
+        config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
+        require_fitting_flags(filled, config)
+        shapes = shapes_of(config, filled)
+        if (parts := filled.sampled_softmax) > 1 and (
+            teacher or not isinstance(shapes.output, OutputLayer) or parts > config.vocab_size
+        ):
+            without = f"with a teacher, adapters of the output layer or fewer than {parts:,} pieces"
+            raise UsageError(f"--sampled_softmax {parts} has no meaning {without}: leave it out")
+        return train_set, val_set, shapes
+
+    train_set, val_set, shapes = on_every_process(engine, open_data)
+    identity = run_identity(train_set, filled, processes)
+    if train_set.kind == CONVERSATIONS:
+        identity["rows"] = len(train_set)
+        if start.checkpoint and "rows" not in start.state["identity"]:
+            old = f"{start.checkpoint} is of a version that did not pack conversations"
+            raise UsageError(f"{old}: start a new run, or resume it with that version")
+    if teacher:
+        identity["teacher"] = on_each_machine(engine, teacher.source.sha256)[:16]
+    is_older = start.checkpoint and "samples_per_epoch" not in start.state["identity"]
+    if train_set.segmentations > 1 and not is_older:  # else a pass reads all segmentations
+        identity["samples_per_epoch"] = train_set.samples_per_epoch
+    if engine:
+        flags = {f"--{k}": v for k, v in vars(args).items() if k not in OF_A_MACHINE}
+        facts = {"engine": engine.name} | flags | shapes.config.to_dict() | identity
+        require_the_same(engine, facts | (engine.deepspeed or {}))
+    if start.checkpoint:
+        filled, identity = resumed_arguments(start, filled, shapes, identity, processes)
+    per_epoch = identity.get("samples_per_epoch", len(train_set))
+    return Inputs(
+        args=filled,
+        start=start,
+        source=source,
+        teacher=teacher,
+        train_set=train_set,
+        val_set=val_set,
+        config=shapes.config,
+        shapes=shapes,
+        identity=identity,
+        total_steps=filled.total_steps(per_epoch, processes),
+    )
+
+
+def require_fitting_flags(args: TrainingArguments, config: LMConfig) -> None:
+    """Raise UsageError if a training flag does not suit the model."""
+    if config.tie_embeddings and args.output_lr_factor != 1:
+        raise UsageError(
+            "--output_lr_factor has no effect on a tied matrix: use --no-tie_embeddings"
+        )
+    sizes = (config.dim, config.moe_hidden_dim)
+    if config.use_moe and args.dtype != "float32" and any(size % 8 for size in sizes):
+        # PyTorch's grouped products of 16-bit numbers need rows of 16, 32, ... bytes.
+        said = f"dim {config.dim} and moe_hidden_dim {config.moe_hidden_dim}"
+        raise UsageError(f"experts in {args.dtype} need sizes that 8 divides, not {said}")
+
+
+def choose_sources(args: TrainingArguments, model_settings: dict, claims: bool) -> tuple:
+    """Return a run's starting point, initial weights, teacher, model settings and data folder."""
+    start = find_starting_point(args, claims)
+    out, initial = Path(args.out_dir), args.init_from
+    if start.checkpoint and initial:  # weights in the run folder: --init_from may be gone
+        initial = str(start.folder.base if start.folder.base.exists() else start.checkpoint)
+    source = initial and WeightsFolder.find(name_of(initial, out, PRETRAINING))
+    settings = source_settings(source, model_settings)
+    teacher = None
+    if args.teacher:
+        name = name_of(args.teacher, out, PRETRAINING)
+        teacher = TeacherWeights.find(replace(args, teacher=name))
+        settings = {"max_seq_len": teacher.training_length} | settings
+    return start, source, teacher, settings, prepared_data(args, start, source, teacher)
+
+
+def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
+    """Return the model settings of the weights (if any), updated by the typed settings. Raises
+    UsageError if a typed setting contradicts the weights, ConfigError if the shape is invalid."""
+    config = source and source.config()
+    theirs = config.shape() if config else {}
+    for name, value in typed.items():
+        if config and name not in MAY_DIFFER and value != getattr(config, name):
+            shape = f"{source.path} has {getattr(config, name)}"
+            raise UsageError(f"--{name} {value}: leave it out, {shape}")
+    LMConfig(**theirs | typed)
+    return theirs | typed
+
+
+def prepared_data(
+    args: TrainingArguments,
+    start: StartingPoint,
+    source: WeightsFolder | None,
+    teacher: TeacherWeights | None,
+) -> str:
+    """Return the folder of prepared data; prepare conversations or a missing built-in corpus first.
+    Raises UsageError if preparing fails, the teacher's data is missing, two flags conflict, or the
+    conversations are not those of the resumed run."""
+    if isinstance(args, SFTArguments) and args.data is None:
+        tokenizer = source.tokenizer
+        folder = str(conversations_out(args.conversations, tokenizer))
+        own = read_settings(start.folder.settings).get("arguments", {}).get("data")
+        if start.checkpoint and own and Path(own).exists():
+            files, named = find_files(args.conversations, SUFFIXES), "--conversations"
+            require_text_of_run(named, files, Path(folder), own, start.folder.path)
+            return own
+        flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
+    elif getattr(args, "conversations", "builtin") != "builtin" and not start.checkpoint:
+        raise UsageError("--data is prepared data, --conversations is data to prepare: give one")
+    elif args.data is None:
+        return data_of(str(teacher.source.path))
+    elif args.data == TrainingArguments.data and not Path(args.data).exists():
+        folder, flags = args.data, ["--data", "builtin"]
+    else:
+        return args.data
+    flags += ["--out", folder, "--reuse"]  # --reuse accepts data with other settings
+    command = [sys.executable, "-m", "scripts.prepare_data", *flags]
+    search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    environ = os.environ | {"PYTHONPATH": search}
+    if subprocess.run(command, stdout=2, env=environ).returncode:  # stdout is for preflight's flags
+        print(f"try: python -m scripts.prepare_data {shlex.join(flags)}", file=sys.stderr)
+        raise ReportedError(f"{folder}: the data could not be prepared")
+    return folder
+
+
+def shapes_of(config: LMConfig, args: TrainingArguments) -> Transformer:
+    """Return the model on the meta device. Raises ConfigError if adapters do not fit."""
+    with torch.device("meta"):
+        shapes = Transformer(config)
+        args.adapt(shapes)
+    return shapes

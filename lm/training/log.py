@@ -1,0 +1,255 @@
+"""The log of a run: mean loss, speed, log lines, metrics.jsonl and trackers."""
+
+import hashlib
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, filter_trackers
+from torch import Tensor
+
+from lm.common.atomic import remove, write_whole
+from lm.common.errors import UsageError, one_line, reported
+from lm.engine.hardware import device_name, matrix_precision, peak_flops, peak_memory_bytes
+from lm.report.history import number, read_rows
+from lm.training.inputs import Inputs
+from model.experts import ROUTING
+
+
+class LossMeter:
+    """Weighted means of the loss and of `parts` since the last `take`, without steps whose gradient
+    norm is not finite. On a GPU, `add` never waits; `end_step` waits if the norm is a float."""
+
+    def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
+        self.accelerator = accelerator
+        self.names = ("loss", *parts, "weight")
+        self._saved_names = [f"log.{name}" for name in (*self.names, "skipped_steps")]
+        # Weighted sums of the values. The last element is the sum of the weights.
+        self._step = torch.zeros(len(self.names), device=accelerator.device)  # in this step
+        self._sums = torch.zeros_like(self._step)  # in the steps since the last `take`
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=accelerator.device)
+        self.bad_in_row = torch.zeros_like(self.skipped_steps)  # skipped since the last good step
+        self.worst_in_row = torch.zeros_like(self.skipped_steps)  # the largest `bad_in_row` so far
+
+    def add(self, weight: float, **means: Tensor) -> None:
+        """Add mean values (detached) of a micro-batch. `weight` is the number of its targets
+        that count, divided by batch_size * seq_len."""
+        self._step[:-1].add_(torch.stack([means[name] for name in self.names[:-1]]), alpha=weight)
+        self._step[-1] += weight
+
+    def end_step(self, grad_norm: float | Tensor) -> None:
+        """Add the step's sums, or count the step as skipped if its gradient norm is not finite."""
+        good = torch.as_tensor(grad_norm, device=self._step.device).isfinite()
+        self._sums += self._step.where(good, 0.0)
+        self.bad_in_row = (self.bad_in_row + 1).where(~good, 0)
+        self.worst_in_row = torch.maximum(self.worst_in_row, self.bad_in_row)
+        self.skipped_steps += ~good
+        self._step.zero_()
+
+    def take(self) -> dict[str, float | None]:
+        """Return the means over all processes since the last call. A mean is None if every step was
+        skipped or had no target that counts. Every process must call this."""
+        *totals, weight = self.accelerator.reduce(self._sums.clone()).tolist()
+        self._sums.zero_()
+        means = [total / weight if weight else None for total in totals]
+        return dict(zip(self.names[:-1], means, strict=True))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this process's sums and the number of skipped steps, named as in a checkpoint."""
+        values = torch.tensor([*self._sums.tolist(), self.skipped_steps], dtype=torch.float64)
+        return {name: values[i].clone() for i, name in enumerate(self._saved_names)}
+
+    def load_state(self, ranks: list[dict[str, Tensor]], rank: int) -> None:
+        """Continue from the state of each rank in a checkpoint. If the number of ranks has
+        changed, the first process takes the sums of all ranks."""
+        saved = [torch.stack([each[name] for name in self._saved_names]) for each in ranks]
+        same = len(ranks) == self.accelerator.num_processes
+        self._sums.copy_((saved[rank] if same else sum(saved) * (rank == 0))[:-1])
+        self.skipped_steps.fill_(int(saved[0][-1]))
+
+
+class StepClock:
+    """Steps and paused seconds since the last report; before the first, since start or step 1."""
+
+    def __init__(self):
+        self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context whose time does not count in the throughput."""
+        start = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - start
+
+
+class TrainingLog:
+    """Report at step 1, every `log_interval` steps and at the last step. The throughput leaves out
+    pauses and the first step after a start, which may compile. Only the main process writes. `name`
+    is printed before each message. It is empty unless several runs are trained side by side."""
+
+    def __init__(self, inputs: Inputs, accelerator: Accelerator, name: str = ""):
+        self.accelerator, self.name = accelerator, name
+        self.args, self.folder = inputs.args, inputs.start.folder
+        self.first_step, self.total_steps = inputs.start.step + 1, inputs.total_steps
+        self.flops_per_token = inputs.flops_per_token
+        samples = self.args.global_batch(accelerator.num_processes)
+        self.tokens_per_step = samples * inputs.train_set.tokens_per_sample
+        routing = ROUTING if inputs.config.use_moe else ()
+        self.meter = LossMeter(accelerator, (*self.args.logged, *routing))
+        self.clock = StepClock()
+        precision = matrix_precision(self.accelerator.mixed_precision)
+        self._peak = peak_flops(device_name(self.accelerator.device), precision)
+        self._file = None  # metrics.jsonl; None before `open`, and always on other processes
+        self._unwritten = b""  # rows that could not be written yet
+
+    def open(self) -> None:
+        """Open metrics.jsonl; remove rows of steps that will be trained again."""
+        first = self.first_step
+        if self.accelerator.is_main_process:
+            for path in filter(Path.exists, (self.folder.metrics, self.folder.samples)):
+                rows = read_rows(path) if first > 1 else []  # a new run starts with no row
+                kept = (row for row in rows if row["step"] < first)
+                lines = (f"{json.dumps(row, ensure_ascii=False)}\n" for row in kept)
+                write_whole(path, "".join(lines))
+            # Unbuffered, so that a killed run loses no row.
+            self._file = open(self.folder.metrics, "ab", buffering=0)  # noqa: SIM115
+
+    def start_trackers(self, settings: dict) -> None:
+        """Start the trackers; only the main process calls this. Raises UsageError if one does not
+        start, such as wandb without a key; then the folder of a new run is deleted."""
+        first, run = self.first_step, self.folder.path
+        is_new = {path.name for path in run.iterdir()} <= {self.folder.lock.name, "base"}
+        self.accelerator.log_with = filter_trackers(self.args.trackers, str(run))
+        self.accelerator.project_configuration.logging_dir = str(run)
+        # With the same id a resumed run continues its curves. SwanLab needs 21 letters and digits.
+        shared = {"id": hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]}
+        shared |= {"resume": "allow", "config": settings}
+        options = {
+            "tensorboard": {"purge_step": first},  # hides points of steps that are trained again
+            "wandb": {"name": run.name, "dir": str(run), **shared},
+            "swanlab": {"experiment_name": run.name, "logdir": str(run / "swanlog"), **shared},
+        }
+        project = "tensorboard" if self.args.trackers == ["tensorboard"] else "pretrain"
+        try:
+            self.accelerator.init_trackers(project, None, options)
+        except Exception as error:
+            if is_new:
+                remove(run)
+            said = f"--log_with {self.args.log_with}: a tracker does not start"
+            raise UsageError(
+                f"{said} ({one_line(error)}); --log_with none trains without"
+            ) from error
+
+    def end_step(self, step: int, rate: float, grad_norm: float | Tensor, epoch: float) -> None:
+        """Count an optimizer step that has ended; report if it is time."""
+        self.clock.steps += 1
+        self.meter.end_step(grad_norm)
+        is_due = step % self.args.log_interval == 0 or step in (1, self.total_steps)
+        if is_due:
+            self._report(step, rate, float(grad_norm), epoch)
+        if is_due or step == self.first_step:
+            float(grad_norm)  # waits, so that the GPU is idle when the clock starts
+            self.clock = StepClock()
+
+    def _report(self, step: int, rate: float, grad_norm: float, epoch: float) -> None:
+        """Print a log line and write a row of metrics.jsonl."""
+        clock = self.clock
+        elapsed = time.perf_counter() - clock.began
+        seconds = elapsed - clock.paused
+        means = self.meter.take()
+        skipped = int(self.meter.skipped_steps)
+        speed = utilisation = None
+        timing = f"{seconds:.1f} s for the first step, which is slower than the others"
+        if step != self.first_step:
+            speed = round(clock.steps * self.tokens_per_step / seconds, 1)
+            timing = f"{speed:,.0f} tokens/s  "
+            if self._peak is not None:
+                peak = self._peak * self.accelerator.num_processes
+                utilisation = speed * self.flops_per_token / peak
+                timing += f"MFU {utilisation:.1%}  "
+            left = int(elapsed / clock.steps * (self.total_steps - step))
+            timing += f"left {timedelta(seconds=left)}"
+        values = {
+            "step": step,
+            "epoch": round(epoch, 4),
+            "tokens": round(step * self.tokens_per_step),
+            **means,
+            "learning_rate": rate,
+            "grad_norm": grad_norm,
+            "skipped_steps": skipped,
+            "tokens_per_second": speed,
+            "step_seconds": round(seconds / clock.steps, 4),
+            "mfu": utilisation,
+            "memory_gib": round(peak_memory_bytes(self.accelerator.device) / 2**30, 2),
+        }
+        self._write(values, "train")
+        texts = (f"{k} {'n/a' if mean is None else f'{mean:.4f}'}" for k, mean in means.items())
+        line = f"step {step}/{self.total_steps}  {'  '.join(texts)}  lr {rate:.2e}  "
+        line += f"grad_norm {grad_norm:.3f}  {timing}"
+        self.say(f"{line}  skipped {skipped}" if skipped else line)
+
+    def validation(self, step: int, result: dict) -> None:
+        """Report the result of `validate` after a step."""
+        self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
+        self.say(
+            f"step {step}/{self.total_steps}  validation loss {result['loss']:.4f}  "
+            f"perplexity {result['perplexity']:.4g}  bits per byte {result['bits_per_byte']:.4f}"
+        )
+        if "gzip" in result:
+            self.say(
+                f"bits per byte of the same text: untrained model {result['untrained']:.2f}, "
+                f"gzip -9 {result['gzip']:.2f}, xz -9 {result['xz']:.2f}"
+            )
+
+    def profile(self, step: int, seconds: dict[str, float], line: str) -> None:
+        """Write the seconds of a step and of its phases to metrics.jsonl, and print `line`."""
+        phases = {f"{name}_seconds": round(s, 5) for name, s in seconds.items()}
+        self._write({"step": step} | phases, "profile")
+        self.say(line)
+
+    def say(self, text: str) -> None:
+        """Print on the main process. An error while writing, such as a full disk, is ignored."""
+        if self.accelerator.is_main_process:
+            with suppress(OSError):
+                print(f"{self.name}  {text}" if self.name else text, flush=True)
+
+    def close(self) -> None:
+        self._for_trackers(lambda tracker: tracker.finish())
+        self.accelerator.trackers = []  # Accelerate would finish them again
+        if self._file is not None:
+            self._file.close()
+
+    def _for_trackers(self, call: Callable[[GeneralTracker], None]) -> None:
+        """Call `call` with each tracker. Report an error, which must not stop training."""
+        for tracker in self.accelerator.trackers:
+            with reported(tracker.name, self.say):
+                call(tracker)
+
+    def _write(self, values: dict, section: str) -> None:
+        """Add a row to metrics.jsonl and to the trackers. A full disk does not stop training."""
+        if self._file is None:
+            return
+        values = {name: number(value) for name, value in values.items()}
+        self._unwritten += json.dumps(values).encode() + b"\n"
+        step = values.pop("step")
+        names = {name: f"{section}/{name.removeprefix('val_')}" for name in values}
+        tracked = {names[name]: value for name, value in values.items() if value is not None}
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            self.say(f"NOT WRITTEN: {error}; rows not in {self.folder.metrics} are in memory")
+        self._for_trackers(lambda tracker: tracker.log(tracked, step=step))
+
+
+def require_trackers(names: list[str]) -> None:
+    """Raise UsageError if the package of a tracker is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"--log_with {name}: the package is missing (pip install {name})")

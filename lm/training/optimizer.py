@@ -1,0 +1,252 @@
+"""The optimizers, AdamW and Muon, and the learning rate.
+
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the running average of a
+matrix's gradients (its momentum) by an approximation of the nearest orthogonal matrix. Under ZeRO
+each process updates flat partitions of the parameters. If a matrix lies on several processes, its
+momentum is gathered before it is orthogonalised.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from lm.common.errors import UsageError
+from lm.engine.deepspeed_config import ADAM_EPS
+from lm.engine.engine import Engine
+from lm.engine.hardware import has_bf16
+from lm.engine.partition import Part, Partition, partitions, shape_of
+from lm.engine.whole_tensors import state_of
+from lm.training.arguments import TrainingArguments
+
+MAX_DEFAULT_WARMUP = 2000
+# Coefficients (a, b, c) of each iteration of `orthogonalize`. Five iterations move every singular
+# value between 0.0015 and 1 into the interval from 0.68 to 1.20.
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
+# Matrix elements to orthogonalise at once: they fit into a CPU's caches, or keep a GPU busy.
+BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+
+
+class LearningRate:
+    """Learning rate as a function of the step, counted from 1. It has no state to restore.
+
+    The rate rises linearly to its peak at step `warmup_steps`. With "constant", or with "wsd" and a
+    decay_fraction of 0, it stays there. Otherwise it falls to min_ratio * peak at the last step:
+    - cosine: along half a cosine wave (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983);
+    - linear: along a straight line;
+    - wsd: along a straight line in the last decay_fraction of all steps; between the warm-up and
+      these steps the rate is constant (Hu et al., https://arxiv.org/abs/2404.06395).
+
+    Raises UsageError if the warm-up is longer than the run.
+    """
+
+    def __init__(self, args: TrainingArguments, total_steps: int):
+        self.schedule, self.total_steps = args.lr_schedule, total_steps
+        self.peak, self.min_ratio = args.learning_rate, args.min_lr_ratio
+        self.decay_steps = round(args.decay_fraction * total_steps)  # length of wsd's decay
+        default = min(MAX_DEFAULT_WARMUP, int(args.warmup_fraction * total_steps))
+        self.warmup_steps = default if args.warmup_steps is None else args.warmup_steps
+        if (warmup := self.warmup_steps) > total_steps:
+            short = f"the whole run has {total_steps} steps, pass fewer"
+            raise UsageError(f"--warmup_steps {warmup}: {short}")
+
+    def __call__(self, step: int) -> float:
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak
+        start = self.warmup_steps
+        if self.schedule == "wsd":
+            start = max(start, self.total_steps - self.decay_steps)
+        if step <= start:  # the constant phase of wsd
+            return self.peak
+        progress = min(1.0, (step - start) / max(1, self.total_steps - start))
+        wave = 0.5 * (1 + math.cos(math.pi * progress))
+        share = wave if self.schedule == "cosine" else 1 - progress
+        return self.peak * (self.min_ratio + (1 - self.min_ratio) * share)
+
+
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    without: Sequence[nn.Parameter] = (),
+    lr_factors: Mapping[nn.Parameter, float] = MappingProxyType({}),
+) -> list[dict]:
+    """Return groups of trained parameters not in `without`: matrices with weight decay, and
+    scales of norms without weight decay, because scales should stay near 1. `lr_factors` are the
+    parameters whose learning rate is a multiple of the others'."""
+    left_out, groups = set(without), defaultdict(list)
+    for p in model.parameters():
+        if p.requires_grad and p not in left_out:
+            groups[len(shape_of(p)) < 2, lr_factors.get(p, 1.0)].append(p)
+    return [
+        {
+            "params": groups[key],
+            "weight_decay": 0.0 if key[0] else weight_decay,
+            "lr_factor": key[1],
+        }
+        for key in sorted(groups)
+    ]
+
+
+def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the blocks' trained matrices. A and B of a LoRA adapter are separate matrices. In
+    a block with experts, w1, w2 and w3 are one parameter each, (experts, rows, cols)."""
+    return [p for p in model.layers.parameters() if p.requires_grad and p.dim() > 1]
+
+
+def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
+    """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` after that. If
+    DeepSpeed's configuration has an "optimizer", DeepSpeed creates it: return a placeholder."""
+    adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
+    matrices = muon_matrices(model) if args.optimizer == "muon" else []
+    factors = {model.tok_embeddings.weight: args.embedding_lr_factor}
+    if not model.config.tie_embeddings:
+        factors[model.output.weight] = args.output_lr_factor
+    groups = parameter_groups(model, args.weight_decay, matrices, factors)
+    if matrices:
+        by_muon = {
+            "params": matrices,
+            "algorithm": "muon",
+            "momentum": args.muon_momentum,
+            "equal_rows": True,  # a resumed run has the value of its checkpoint
+            "weight_decay": args.weight_decay,
+            "lr_factor": args.muon_learning_rate / args.learning_rate,
+        }
+        # Without bf16, Muon computes in fp32: small gradients would become zero in fp16.
+        in_fp32 = args.dtype == "float32" or (torch.cuda.is_available() and not has_bf16())
+        dtype = torch.float32 if in_fp32 else torch.bfloat16
+        return Muon([by_muon, *(group | adam for group in groups)], args.learning_rate, dtype)
+    if "optimizer" in (engine.deepspeed or {}):
+        from accelerate.utils import DummyOptim  # Accelerate has it only if DeepSpeed is installed
+
+        return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
+    return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True, **adam)
+
+
+def set_muon_layout(model: nn.Module, engine: Engine) -> None:
+    """Under DeepSpeed, tell Muon where each matrix lies in the flat tensors that Muon updates."""
+    if engine.deepspeed and isinstance(muon := model.optimizer.optimizer, Muon):
+        for partition in partitions(model.optimizer, engine.accelerator.process_index):
+            muon.layout[partition.fp32] = partition
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """Approximate the nearest orthogonal matrix to each matrix of x (batch, rows, cols). Each
+    iteration X ← aX + b(XXᵀ)X + c(XXᵀ)²X maps a singular value σ to aσ + bσ³ + cσ⁵."""
+    tall = x.shape[1] > x.shape[2]
+    x = normalize(x, dim=(1, 2), eps=1e-7)  # makes all singular values at most 1
+    for a, b, c in NEWTON_SCHULZ:
+        gram = x.mT @ x if tall else x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, gram, beta=a) if tall else torch.baddbmm(x, gram, x, beta=a)
+    return x
+
+
+def with_equal_rows(x: Tensor) -> Tensor:
+    """Give the rows of each matrix of x (batch, rows, cols) one norm, or the columns if it is wide,
+    as Muon+ does (https://arxiv.org/abs/2602.21545). Without zero rows it keeps its norm."""
+    norms = x.norm(dim=2 if x.shape[1] >= x.shape[2] else 1, keepdim=True)
+    return x * (norms.square().mean((1, 2), keepdim=True).sqrt() / norms.clamp_min(1e-7))
+
+
+class Update(NamedTuple):
+    matrix: Tensor  # (rows, cols), the momentum of the whole matrix
+    weights: Tensor  # flat view of the weights that this process updates
+    first: int  # the position of these weights in the flattened matrix
+
+
+class Muon(torch.optim.AdamW):
+    """Update groups with "algorithm": "muon" by Muon, and all other groups by fused AdamW.
+    A Muon group has matrices, a "momentum" and "equal_rows"; `dtype` is for orthogonalising."""
+
+    def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
+        super().__init__([{"algorithm": "adamw"} | group for group in groups], lr=lr, fused=True)
+        self.dtype = dtype
+        self.layout: dict[Tensor, Partition] = {}  # under ZeRO: flat tensor → its parameters
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters. Set Muon's gradients to None, so that AdamW skips these matrices.
+        Under ZeRO every process must call it.
+        As in AdamW, a nonzero tensor `found_inf` skips the step; reading it waits for the GPU."""
+        if getattr(self, "found_inf", False):
+            return
+        for group in self.param_groups:
+            updated = [p for p in group["params"] if p.grad is not None]
+            if updated and group["algorithm"] == "muon":
+                self._step_muon(group, updated)
+                for p in updated:
+                    p.grad = None
+        super().step()
+
+    def _step_muon(self, group: dict, updated: list[Tensor]) -> None:
+        """Update the tensors of a Muon group. The momentum overwrites their gradients."""
+        momenta = [state_of(self, group, p)["momentum_buffer"] for p in updated]
+        gradients = [p.grad for p in updated]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        torch._foreach_lerp_(gradients, momenta, group["momentum"])  # Nesterov's momentum
+        if group["weight_decay"]:
+            torch._foreach_mul_(updated, 1 - group["lr"] * group["weight_decay"])
+        for batch in _batches([update for p in updated for update in self._updates(p)]):
+            rows, cols = batch[0].matrix.shape
+            scale = max(1, rows / cols) ** 0.5  # as adjust_lr_fn="original" in torch.optim.Muon
+            x = orthogonalize(torch.stack([update.matrix.to(self.dtype) for update in batch]))
+            x = with_equal_rows(x) if group["equal_rows"] else x
+            for update, matrix in zip(batch, x, strict=True):
+                direction = matrix.flatten().narrow(0, update.first, update.weights.numel())
+                update.weights.add_(direction, alpha=-group["lr"] * scale)
+
+    def _updates(self, p: Tensor) -> Iterator[Update]:
+        """Yield an Update of each matrix that this process updates. Under ZeRO p is flat."""
+        if p not in self.layout:
+            yield from _updates_of(p.grad, p.view(-1), 0)
+            return
+        parts = self.layout[p].parts
+        for part, momentum in zip(parts, self._momenta(parts, p.grad), strict=True):
+            if part.numel:  # this process updates some of the parameter's weights
+                weights = p.view(-1)[part.in_partition]
+                whole = momentum.view_as(part.parameter)
+                yield from _updates_of(whole, weights, part.in_parameter.start)
+
+    def _momenta(self, parts: list[Part], partition: Tensor) -> list[Tensor]:
+        """Return the whole momentum of each parameter, flat; empty if another process has it all.
+        `partition` has this process's elements of the momenta. Every process must call this."""
+        sizes = [part.parameter.numel() if part.split else 0 for part in parts]
+        split = partition.new_zeros(sum(sizes), dtype=self.dtype)
+        momenta = [*split.split(sizes)]
+        for i, part in enumerate(parts):
+            mine = partition[part.in_partition]
+            if part.split:
+                momenta[i][part.in_parameter] = mine
+            else:
+                momenta[i] = mine
+        if len(split):  # on every process or on none
+            torch.distributed.all_reduce(split)  # exact: all but one process add zero to an element
+        return momenta
+
+
+def _updates_of(momentum: Tensor, weights: Tensor, start: int) -> Iterator[Update]:
+    """Yield an Update of each matrix that has elements in `weights`. `momentum` is (rows, cols) or
+    (experts, rows, cols). `weights` is flat and begins at element `start` of the flat parameter."""
+    for index, matrix in enumerate(momentum.view(-1, *momentum.shape[-2:])):
+        begin = index * matrix.numel() - start  # of the matrix in `weights`; negative: before them
+        mine = weights[max(0, begin) : max(0, begin + matrix.numel())]
+        if len(mine):
+            yield Update(matrix, mine, max(0, -begin))
+
+
+def _batches(updates: list[Update]) -> Iterator[list[Update]]:
+    """Yield lists of updates of one shape: up to BATCH_ELEMENTS elements, or one larger matrix."""
+    by_shape = defaultdict(list)
+    for update in updates:
+        by_shape[update.matrix.shape].append(update)
+    for shape, same in by_shape.items():
+        count = max(1, BATCH_ELEMENTS[same[0].matrix.device.type] // shape.numel())
+        for first in range(0, len(same), count):
+            yield same[first : first + count]

@@ -1,0 +1,315 @@
+"""`Run`: the methods that the training loops in train_*.py call."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import chain, islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lm.common.errors import UsageError, reported
+from lm.data.dataset import WithNoise
+from lm.data.order import MicroBatchSampler
+from lm.data.shards import TEXT
+from lm.data.tokenizer import open_tokenizer
+from lm.engine.compilation import why_not_compile
+from lm.engine.engine import Engine
+from lm.training.build import build_model
+from lm.training.checkpoint_writer import Checkpointer, load_checkpoint
+from lm.training.inputs import Inputs
+from lm.training.interruption import StopRequest, end_stopped
+from lm.training.log import TrainingLog
+from lm.training.optimizer import LearningRate
+from lm.training.outputs import say_stopped, write_results, write_sample
+from lm.training.profiler import StepProfiler
+from lm.training.teacher import Teacher
+from lm.training.validation import validate, validation_loader, yardsticks
+from model import IGNORE_INDEX
+from model.experts import load_balance
+
+
+class MicroBatch(NamedTuple):
+    """The sequences of one forward and backward pass on one process."""
+
+    tokens: Tensor  # (batch_size, length) int64, on the device of training
+    targets: Tensor  # (batch_size, length) int64, on the same device; IGNORE_INDEX does not count
+    n_targets: int  # number of targets that count in the loss
+    starts: Tensor | None = None  # (batch_size, length), of conversations: see Transformer.forward
+    weight: float = 1.0  # n_targets / mean n_targets of the step's micro-batches on all processes
+
+
+# Share of the steps, at the end, that read only the first segmentation of a text: docs/recipe.md.
+FIRST_SEGMENTATION_SHARE = 0.1
+
+
+def sample_order(inputs: Inputs, engine: Engine) -> Iterable[list[int]]:
+    """Return the sample indices of this process's micro-batches after `inputs.start`, endlessly."""
+    args, train_set, done = inputs.args, inputs.train_set, inputs.start.step
+    global_batch = args.global_batch(engine.processes)  # in sequences
+    order = MicroBatchSampler(
+        len(train_set),
+        args.batch_size,
+        rank=engine.accelerator.process_index,
+        world_size=engine.processes,
+        seed=args.seed,
+        start=done * global_batch,
+    )
+    if not train_set.n_first:
+        return order
+    switch = round((1 - FIRST_SEGMENTATION_SHARE) * inputs.total_steps)  # later steps read `late`
+    late = replace(order, n_samples=train_set.n_first, start=max(0, done - switch) * global_batch)
+    return chain(islice(order, max(0, switch - done) * args.accumulation_steps), late)
+
+
+def read_batches(inputs: Inputs, engine: Engine) -> Iterator[MicroBatch]:
+    """Yield this process's micro-batches after `inputs.start`, endlessly. Their weights are 1."""
+    device = engine.accelerator.device
+    on_gpu = device.type == "cuda"
+    samples: Dataset = inputs.train_set
+    if share := inputs.args.token_noise:
+        samples = WithNoise(inputs.train_set, share, inputs.args.seed)
+    loader = DataLoader(
+        samples,
+        batch_sampler=sample_order(inputs, engine),
+        num_workers=inputs.args.num_workers,
+        pin_memory=on_gpu,
+        generator=torch.Generator(),  # by default it would share dropout's generator
+    )
+    for samples in loader:
+        n_targets = int((samples[1] != IGNORE_INDEX).sum())
+        tokens, targets, *starts = (x.to(device, non_blocking=True) for x in samples)
+        yield MicroBatch(tokens, targets, n_targets, *starts)
+
+
+def with_weights(batches: Iterator[MicroBatch], n: int, engine: Engine) -> Iterator[MicroBatch]:
+    """Give every target of a step the same weight in the gradient. A step has `n` micro-batches of
+    each process. Every process must iterate."""
+    while of_step := list(islice(batches, n)):
+        n_targets = engine.total(sum(batch.n_targets for batch in of_step))
+        mean = max(1, n_targets) / (n * engine.processes)
+        yield from (batch._replace(weight=batch.n_targets / mean) for batch in of_step)
+
+
+class Run:
+    """One training run. Creating it builds the model with random weights, and loads the checkpoint
+    of a resumed run; lm/training/set_up.py loads --init_from. Each log line begins with `name`."""
+
+    def __init__(self, inputs: Inputs, engine: Engine, stop: StopRequest, name: str = ""):
+        self.inputs, self.engine, self.stop = inputs, engine, stop
+        args, train_set, start = inputs.args, inputs.train_set, inputs.start
+        self.args, self.accelerator, self.folder = args, engine.accelerator, start.folder
+        self.first_step, self.total_steps = start.step + 1, inputs.total_steps
+        self.teacher: Teacher | None = None  # only in distillation
+        if inputs.teacher:
+            self.teacher = Teacher(inputs.teacher, engine, args.dtype, train_set.vocab_size)
+        was_compiled = start.state.get("compiled")  # a resumed run needs the same kernels
+        tokens = args.global_batch(1) * self.total_steps * train_set.tokens_per_sample
+        flops = tokens * inputs.flops_per_token  # of this process in the whole run
+        # None: the blocks are compiled.
+        self.why_not_compiled = why_not_compile(args.compile, was_compiled, flops, engine)
+        compiled = self.why_not_compiled is None
+        self.work = inputs.workload(engine.processes, self.accelerator.device, compiled)
+        self.model, self.optimizer, self.state = build_model(inputs, engine, self.work)
+        self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
+        self.interrupted = False  # True if a stop request has ended a validation early
+        self.learning_rate = LearningRate(args, self.total_steps)
+        self.samples_per_step = args.global_batch(engine.processes)
+        self._batches = read_batches(inputs, engine)
+        if not train_set.every_target_counts:  # else the weights stay 1
+            self._batches = with_weights(self._batches, args.accumulation_steps, engine)
+        self.log = TrainingLog(inputs, self.accelerator, name)
+        if start.checkpoint:
+            load_checkpoint(start.checkpoint, engine, self.state, self.log.meter)
+        self.profiler = StepProfiler(self.accelerator, self.model, self.folder.profile, args)
+        self.val_loader = inputs.val_set and validation_loader(
+            inputs.val_set, args.batch_size, args.eval_samples, self.accelerator
+        )
+        self.checkpointer = Checkpointer(inputs, self.state, compiled, self.log)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the step numbers from `first_step` to the last step or a stop request."""
+        self.model.train()
+        for step in range(self.first_step, self.total_steps + 1):
+            if self.stopped:
+                return
+            yield step
+
+    def begin(self, step: int) -> None:
+        """Set a step's learning rate. DeepSpeed needs it already in `backward`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step) * group["lr_factor"]
+        self.profiler.begin_step(step)
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Yield a step's micro-batches. At the end, update the weights if `engine.coalesces`."""
+        self.profiler.phase("data")
+        coalesces = self.engine.coalesces
+        with self.model.coalesce_grad_reduction() if coalesces else nullcontext():
+            for batch in islice(self._batches, self.args.accumulation_steps):
+                yield batch
+                self.profiler.phase("data")
+            self.profiler.phase("optimizer")  # includes the reduction at the end of this context
+        if coalesces:
+            self.model.set_gradient_accumulation_boundary(True)
+            self.model.step()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Context of a forward and backward pass. DDP exchanges gradients in a step's last pass."""
+        self.profiler.phase("forward")
+        with self.accelerator.accumulate(self.model):
+            yield
+
+    def backward(
+        self, loss: Tensor, batch: MicroBatch, routing: Tensor | None = None, **parts: Tensor
+    ) -> None:
+        """Run the backward pass of a micro-batch and record its loss for the log. `loss` is the
+        mean over the targets that count; the engine divides it by --accumulation_steps. With the
+        `routing` of experts the gradient includes the balancing loss; the logged loss does not.
+        `parts` are detached means that are logged too."""
+        self.profiler.phase("backward")
+        trained = loss
+        if routing is not None:
+            config = self.inputs.config
+            counts = batch.targets != IGNORE_INDEX
+            balance = load_balance(routing, counts, config.num_experts_per_tok)
+            trained = loss + config.router_aux_loss * balance["balancing_loss"]
+            parts |= {name: value.detach() for name, value in balance.items()}
+        # The mean over zero targets is NaN; its gradient must be zero.
+        weighted = trained * batch.weight if batch.n_targets else trained.nan_to_num() * 0
+        # Accelerate's backward would call DeepSpeed's `step` too early, before the reduction.
+        (self.model if self.engine.coalesces else self.accelerator).backward(weighted)
+        if batch.n_targets:
+            share = batch.n_targets / (self.args.batch_size * self.inputs.train_set.seq_len)
+            self.log.meter.add(share, loss=loss.detach(), **parts)
+
+    def clip_gradients(self) -> float | Tensor:
+        """Clip the gradient to --grad_clip; return its norm before clipping. Skip a step with a
+        non-finite norm. Without DeepSpeed, the norm on a GPU is a tensor: reading it waits."""
+        self.profiler.phase("optimizer")
+        max_norm = self.args.grad_clip or math.inf
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        # Skip the step as a GradScaler does. DeepSpeed and fp16's loss scaling do so themselves.
+        if self.engine.deepspeed is None and self.accelerator.scaler is None:
+            self.optimizer.optimizer.found_inf = (~norm.isfinite()).float()
+        return norm if getattr(norm, "is_cuda", False) else float(norm)
+
+    def end(self, step: int, grad_norm: float | Tensor) -> None:
+        """Report the step (see `report`); save if it is time; at a stop request, save and stop."""
+        self.save_or_stop(step, self.report(step, grad_norm))
+
+    def save_or_stop(self, step: int, val_loss: float | None) -> None:
+        """Save if it is time; at a stop request, save and stop. Every process must call this."""
+        reason = self.stop.reason()
+        if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):
+            self.save(step, val_loss)
+            self.stop.saved()
+        if reason and (step < self.total_steps or self.interrupted):
+            self.stopped = step, reason
+
+    def repeat_validation(self) -> None:
+        """After a resume, make up for a validation and a sample that a stop request prevented."""
+        start = self.inputs.start
+        is_due = self.val_loader and self._is_time(start.step, self.args.eval_interval)
+        if start.checkpoint and is_due and start.state["val_loss"] is None:
+            self.save_or_stop(start.step, self.evaluate(start.step))
+
+    def report(self, step: int, grad_norm: float | Tensor) -> float | None:
+        """Log the step, then `evaluate`; return its validation loss. Raises UsageError after
+        --max_bad_steps steps in a row with a non-finite gradient."""
+        with self.log.clock.pause():
+            profile = self.profiler.end_step(step)
+        epoch = step * self.samples_per_step / self.inputs.samples_per_epoch
+        self.log.end_step(step, self.learning_rate(step), grad_norm, epoch)
+        if profile:
+            self.log.profile(step, *profile)
+        most = self.args.max_bad_steps
+        # If the norm is on a GPU, reading the counter waits for the GPU, so it is read more rarely.
+        waits = getattr(grad_norm, "is_cuda", False)
+        if self._is_time(step, most if waits else 1):
+            bad = int(self.log.meter.worst_in_row)
+            if bad >= most:
+                self.checkpointer.wait()
+                steps = f"{bad} steps in a row"
+                raise UsageError(f"{steps} had a non-finite gradient: lower --learning_rate")
+        return self.evaluate(step)
+
+    def evaluate(self, step: int) -> float | None:
+        """Validate and write a sample if it is time. Return the validation loss or None."""
+        val_loss = self.validate(step) if self._is_time(step, self.args.eval_interval) else None
+        if self.args.sample_interval and step % self.args.sample_interval == 0:
+            self.write_sample(step)
+        return val_loss
+
+    def validate(self, step: int) -> float | None:
+        """Log and return the validation loss; None if it is not finite, if there are no data or
+        after a stop request, which ends the validation on all processes before the same batch."""
+        if not self.val_loader:
+            return None
+        with self.log.clock.pause():
+            data = self.inputs.val_set
+            how = (self.accelerator, data.bytes_per_token, self.stop.reason)
+            result = validate(self.model, self.val_loader, *how)
+            self.interrupted = result is None
+            if self.interrupted:
+                return None
+            if step == self.total_steps and data.kind == TEXT and self.engine.is_main:
+                with reported("gzip AND xz", self.log.say):
+                    result |= yardsticks(data, open_tokenizer(self.folder.path))
+        self.log.validation(step, result)
+        return result["loss"] if math.isfinite(result["loss"]) else None
+
+    def write_sample(self, step: int) -> None:
+        """Let the model generate a text, log it and append it to samples.jsonl; not after an
+        interrupted validation."""
+        if self.interrupted:
+            return
+        with self.log.clock.pause():
+            write_sample(step, self.state.whole_model(), self.inputs, self.log)
+
+    def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
+        """Return whether val_loss is the lowest so far, --save_interval is due, or the run ends.
+        Every process must call this."""
+        is_best = val_loss is not None and self.checkpointer.is_best(val_loss)
+        return is_best or self._is_time(step, self.args.save_interval)
+
+    def _is_time(self, step: int, interval: int) -> bool:
+        return step == self.total_steps or (interval > 0 and step % interval == 0)
+
+    def save(self, step: int, val_loss: float | None) -> None:
+        """Copy the state for a checkpoint; a thread writes it while training continues."""
+        with self.log.clock.pause():
+            self.checkpointer.save(step, val_loss)
+
+    def close(self) -> bool:
+        """Wait for the last checkpoint and close the log; return whether the save succeeded."""
+        saved = self.checkpointer.wait()
+        self.log.close()
+        return saved
+
+    def finish(self) -> None:
+        """Write the results; then raise UsageError if the last save failed. After a stop request,
+        print how to resume the run instead."""
+        if self.stopped:
+            saved = self.close()
+            if self.engine.is_main:
+                say_stopped(self.log, *self.stopped, saved)
+            end_stopped([self.engine], saved)
+        else:
+            saved = self.write_results()
+            self.accelerator.end_training()
+            if not saved:
+                raise UsageError(f"{self.folder.path}: the last checkpoint was not saved")
+
+    def write_results(self) -> bool:
+        """Write weights, then sample and report; close the trackers. Return whether the last
+        checkpoint is saved."""
+        weights = self.state.weights()
+        self.checkpointer.wait()
+        if self.engine.is_main:
+            write_results(self.inputs, weights, self.log)
+        return self.close()

@@ -1,0 +1,102 @@
+"""The teacher of distillation: a trained model, whole on every process or divided by ZeRO-3.
+
+The teacher is not given to Accelerate, because a second DeepSpeed plugin would overwrite
+--accumulation_steps.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lm.common.errors import UsageError
+from lm.data.dataset import TokenStream
+from lm.data.tokenizer import tokenizer_hash
+from lm.engine.agreement import on_every_process
+from lm.engine.deepspeed_config import read_config
+from lm.engine.engine import Engine
+from lm.engine.zero_inference import inference_config, load_divided
+from lm.formats.portable import without_memory
+from lm.storage.weights import WeightsFolder
+from lm.training.arguments import TrainingArguments
+from model import LMConfig, Transformer
+
+
+def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
+    """Raise UsageError if the tokenizers of the model and the data differ. A model without a
+    tokenizer file must have the vocabulary size of the data."""
+    size = source.config().vocab_size
+    same, flag = data.vocab_size == size, "the model's tokenizer"
+    if source.tokenizer.is_file():
+        same = tokenizer_hash(source.tokenizer) == data.description["tokenizer_sha256"]
+        flag = f"--tokenizer {source.tokenizer}"
+    if not same or data.vocab_size > size:
+        raise UsageError(
+            f"{data.folder}, vocabulary {data.vocab_size}, has another tokenizer than the model in "
+            f"{source.path}, vocabulary {size}: prepare the {data.kind} anew with {flag}"
+        )
+
+
+@dataclass(frozen=True)
+class TeacherWeights:
+    """The weights of a teacher, found on the disk but not loaded yet."""
+
+    source: WeightsFolder
+    shapes: Transformer  # on the meta device
+    zero: dict | None  # configuration of ZeRO-3; None: every process holds the whole teacher
+
+    @classmethod
+    def find(cls, args: TrainingArguments) -> "TeacherWeights":
+        """Return the teacher that --teacher names. Raises UsageError or ConfigError if it has no
+        weights, or if --teacher_config is not for ZeRO-3."""
+        source = WeightsFolder.find(args.teacher, foreign=True)
+        zero = None
+        if path := args.teacher_config:
+            config = read_config(path)
+            if (stage := config["zero_optimization"].get("stage")) != 3:
+                raise UsageError(f"{path}: a teacher is divided by ZeRO stage 3, not {stage!r}")
+            # With True, DeepSpeed replaces PyTorch's linear function, for the student too.
+            config["zero_optimization"]["memory_efficient_linear"] = False
+            zero = inference_config(config, path, args.dtype)
+        return cls(source, without_memory(source.config()), zero)
+
+    @property
+    def training_length(self) -> int:
+        """The student's default max_seq_len: the teacher's; for Hugging Face models at most 512."""
+        length = self.shapes.config.max_seq_len
+        return min(length, LMConfig.max_seq_len) if self.source.is_foreign else length
+
+    def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
+        """Raise UsageError if the teacher cannot read the student's batches, or cannot be divided
+        because there is no launcher. `engine` is None before a launch."""
+        if self.zero and engine and not torch.distributed.is_initialized():
+            raise UsageError("--teacher_config needs a launcher, such as accelerate launch")
+        if not self.source.tokenizer.is_file():
+            raise UsageError(f"{self.source.path} has no tokenizer to compare with the data's")
+        require_same_tokenizer(self.source, data)
+        if (most := self.shapes.config.max_seq_len) < data.seq_len:
+            limit = f"the teacher reads at most {most} tokens, but the student {data.seq_len}"
+            raise UsageError(f"{limit}: pass --max_seq_len {most}")
+
+
+class Teacher:
+    """A teacher on its device, with weights in `dtype`. It returns the logits of the first
+    `vocab_size` tokens, the vocabulary of the data. Every process must create and call the teacher.
+    Creating it changes the random state, so `build_model` sets the seed later. Raises UsageError or
+    ConfigError if its weights cannot be read."""
+
+    def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):
+        self.found, self.vocab_size = found, vocab_size
+        if found.zero:
+            model = load_divided(found.zero, found.source)
+        else:
+            model = on_every_process(engine, found.source.load)
+            model.to(engine.accelerator.device, getattr(torch, dtype))
+        self.model = model.requires_grad_(False).eval()
+        shares = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # ZeRO-3: a part of p
+        self.held = sum(p.numel() * p.element_size() for p in shares)  # bytes on this process
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Return logits (B, T, vocab_size) for tokens and starts (B, T)."""
+        return self.model(tokens, starts=starts).logits[..., : self.vocab_size]

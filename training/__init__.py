@@ -1,3 +1,0 @@
-"""The functions and classes that train_*.py use; `engine/` sets up DeepSpeed or DDP."""
-
-import common  # noqa: F401  imported first, so that Ctrl-C prints one line, no traceback
