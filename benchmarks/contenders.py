@@ -27,7 +27,7 @@ from benchmarks.peers import PEERS, PeerStep
 from benchmarks.work import Work
 from lm.common.errors import UsageError
 from lm.engine.hardware import peak_memory_bytes
-from lm.engine.memory import FILES
+from lm.engine.strategy import FILES
 
 LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model starts
 # Start of the name that an engine must report: a wrong setting can switch an engine off silently.

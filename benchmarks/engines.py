@@ -40,9 +40,9 @@ from benchmarks.work import DATA, Work
 from lm.common.errors import UsageError, one_line_errors, stop_in_order
 from lm.common.numbers import available_cores
 from lm.engine.engine import exit_rank
-from lm.engine.hardware import peak_memory_bytes
-from lm.engine.memory import DDP, FILES, GIB
+from lm.engine.hardware import GIB, peak_memory_bytes
 from lm.engine.network import Network, step_time, traffic
+from lm.engine.strategy import DDP, FILES
 from model import ConfigError
 
 PROGRAM = "benchmarks.engines"
@@ -214,7 +214,7 @@ def take_steps(out: Path, steps: int, limit: float, flags: list[str]) -> None:
     libraries = peak_memory_bytes(torch.device("cpu"))
     task = OurStep(flags)
     engine, device = task.run.engine, task.device
-    kind, work = engine.kind, task.run.work
+    strategy, work = engine.strategy, task.run.work
     device_name = DEVICE if limit else "lo"
     losses, seconds, limited, sent = [], [], [], 0
     for step in range(1, steps + 1 + (steps if limit else 0)):
@@ -244,9 +244,9 @@ def take_steps(out: Path, steps: int, limit: float, flags: list[str]) -> None:
         "losses": losses,
         "seconds": computing,
         "limited": statistics.median(limited) if limited else None,
-        "limited_expected": step_time(kind, work, computing, network).total,
+        "limited_expected": step_time(strategy, work, computing, network).total,
         "sent": sent.item() / engine.processes / (len(losses) - WARMUP),
-        "sent_expected": traffic(kind, work).sent,
+        "sent_expected": traffic(strategy, work).sent,
         "peak": engine.largest(peak_memory_bytes(device)),
         "peak_expected": task.expected.peak + (engine.largest(libraries) if on_cpu else 0),
     }

@@ -49,7 +49,7 @@ class OurStep:
     def __init__(self, flags: list[str]):
         self.run = run = start_run(flags)
         self.device, self.engine = run.accelerator.device, run.engine.name
-        self.expected = estimate(run.engine.kind, run.work)
+        self.expected = estimate(run.engine.strategy, run.work)
         self._steps = itertools.count(1)
         self._loss: Tensor | None = None
         self._norms: list[float | Tensor] = []  # of the gradients since the last call of `loss`

@@ -17,16 +17,15 @@ from lm.engine import network
 from lm.engine.compilation import should_compile
 from lm.engine.hardware import GIB, available_memory, peak_flops
 from lm.engine.memory import (
-    GPU,
     OVERHEAD,
     Workload,
     can_coalesce,
-    engines,
     estimate,
     fits,
     largest_batch,
 )
 from lm.engine.network import LOSS, Network
+from lm.engine.strategy import GPU, strategies
 from lm.formats.portable import without_memory
 from lm.training.arguments import as_arguments, build_parser
 from model import ConfigError, LMConfig
@@ -112,7 +111,7 @@ def describe(options: dict) -> str:
     # Seconds of computing in a step; not a number if the speed of the device is unknown.
     computing = flops * step / tokens / processes / (peak * plan.mfu if peak else math.nan)
     memories, times, fitting = [], [], []
-    for kind in engines():
+    for kind in strategies():
         if args.optimizer == "muon" and not kind.takes_muon:
             continue
         whole = replace(kind, coalesces=can_coalesce(kind, work, limit))

@@ -7,17 +7,16 @@ import torch
 
 from lm.engine.hardware import GIB
 from lm.engine.memory import (
-    DDP,
     LARGEST_BATCH,
     MARGIN,
     OVERHEAD,
     Workload,
     can_coalesce,
-    engines,
     estimate,
     fits,
     largest_batch,
 )
+from lm.engine.strategy import DDP, strategies
 from lm.training.arguments import TrainingArguments
 from model import LMConfig, Transformer
 from model.lora import LoRA, add_lora
@@ -25,7 +24,7 @@ from model.lora import LoRA, add_lora
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 112}
 SHAPE |= {"hidden_dim": 192, "max_seq_len": 128}
-KINDS = {kind.config: kind for kind in engines()}
+STRATEGIES = {strategy.config: strategy for strategy in strategies()}
 
 
 def workload(
@@ -60,7 +59,7 @@ def workload(
 )
 def test_the_bytes_of_each_state_equal_its_formula(engine, dtype, per_parameter, in_ram, on_nvme):
     work = workload(processes=4, dtype=dtype)
-    found, n = estimate(KINDS[engine], work), work.shapes.num_parameters()
+    found, n = estimate(STRATEGIES[engine], work), work.shapes.num_parameters()
     assert found.held == pytest.approx(per_parameter * n, abs=1)
     assert found.nvme == pytest.approx(on_nvme * n, abs=1)
     buffers = 2 * 5 * 50_000_000 if engine == "zero_infinity" else 0  # 5 buffers, 2 bytes each
@@ -72,7 +71,7 @@ def test_muon_and_adapters_need_less_memory_and_a_teacher_needs_more():
     muon = workload(device=CPU, optimizer="muon")
     matrices = 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 192 * 64)
     assert estimate(DDP, plain).held - estimate(DDP, muon).held == 4 * matrices
-    assert [k.name for k in engines() if k.takes_muon] == ["DDP", "ZeRO-1", "ZeRO-2"]
+    assert [k.name for k in strategies() if k.takes_muon] == ["DDP", "ZeRO-1", "ZeRO-2"]
     experts = {"use_moe": True, "n_routed_experts": 8}
     muon, plain_moe = (
         workload(device=CPU, shape=experts, optimizer=name) for name in ("muon", "adamw")
@@ -132,25 +131,25 @@ def test_compiling_recomputing_and_chunks_of_logits_lower_the_estimate():
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3"])
 def test_the_largest_batch_fits_and_one_more_sequence_does_not(engine):
-    kind, work = KINDS[engine], workload(processes=2, shape={"max_seq_len": 4096})
-    size = largest_batch(kind, work, OVERHEAD + GIB)
+    strategy, work = STRATEGIES[engine], workload(processes=2, shape={"max_seq_len": 4096})
+    size = largest_batch(strategy, work, OVERHEAD + GIB)
     assert 1 < size < LARGEST_BATCH
     for batch_size in (size, size + 1):
         other = replace(work, args=replace(work.args, batch_size=batch_size))
-        assert fits(kind, other, OVERHEAD + GIB) is (batch_size == size)
-    assert largest_batch(kind, work, OVERHEAD) == 0
+        assert fits(strategy, other, OVERHEAD + GIB) is (batch_size == size)
+    assert largest_batch(strategy, work, OVERHEAD) == 0
 
 
 def test_gradients_are_reduced_once_per_step_where_whole_gradients_fit():
-    kind, work = KINDS["zero2"], workload(accumulation_steps=3)
-    coalesced = replace(kind, coalesces=True)
+    strategy, work = STRATEGIES["zero2"], workload(accumulation_steps=3)
+    coalesced = replace(strategy, coalesces=True)
     needs = estimate(coalesced, work)
-    assert needs.held - estimate(kind, work).held == 4 * work.shapes.num_parameters()
+    assert needs.held - estimate(strategy, work).held == 4 * work.shapes.num_parameters()
     enough = int(needs.held + MARGIN * needs.working + OVERHEAD) + 1
-    assert can_coalesce(kind, work, enough)
-    assert not can_coalesce(kind, work, enough - 2)
+    assert can_coalesce(strategy, work, enough)
+    assert not can_coalesce(strategy, work, enough - 2)
     assert not any(
-        can_coalesce(KINDS[name], work, 2 * enough) for name in ("ddp", "zero1", "zero3")
+        can_coalesce(STRATEGIES[name], work, 2 * enough) for name in ("ddp", "zero1", "zero3")
     )
     for no in ({"accumulation_steps": 1}, {"coalesce_reduction": False}):
-        assert not can_coalesce(kind, replace(work, args=replace(work.args, **no)), enough)
+        assert not can_coalesce(strategy, replace(work, args=replace(work.args, **no)), enough)

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from test_memory import KINDS, workload
+from test_memory import STRATEGIES, workload
 
 from lm.common.errors import UsageError
 from lm.engine.network import (
@@ -19,14 +19,14 @@ from lm.engine.network import (
 
 def test_the_bytes_sent_equal_a_count_by_hand():
     n, sent = workload().shapes.num_parameters(), {}
-    for name, kind in KINDS.items():
+    for name, strategy in STRATEGIES.items():
         work = workload(processes=4, accumulation_steps=3)
-        sent[name] = traffic(kind, work).sent / (3 / 4 * n)
-        assert traffic(kind, workload()).sent == 0  # one process sends nothing
+        sent[name] = traffic(strategy, work).sent / (3 / 4 * n)
+        assert traffic(strategy, workload()).sent == 0  # one process sends nothing
     assert sent["ddp"] == pytest.approx(2 * 4, rel=1e-3)  # all-reduce (2) of 4 bytes
     assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)  # all-reduce, gather of 2 bytes
     assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)  # 3 micro-batches
-    once = traffic(replace(KINDS["zero2"], coalesces=True), work).sent / (3 / 4 * n)
+    once = traffic(replace(STRATEGIES["zero2"], coalesces=True), work).sent / (3 / 4 * n)
     assert once == pytest.approx(2 * (2 + 1), rel=1e-3)
     # zero3.json keeps the weights of a small model gathered until backward; zero_infinity does not.
     assert sent["zero3"] == pytest.approx(2 * 3 * (1 + 1), rel=1e-3)
@@ -36,7 +36,7 @@ def test_the_bytes_sent_equal_a_count_by_hand():
 def test_offload_copies_gradients_and_weights_through_pcie():
     n, copied = workload().shapes.num_parameters(), {}
     for name in ("zero2", "zero2_offload", "zero3_offload"):
-        copied[name] = traffic(KINDS[name], workload(processes=4, accumulation_steps=3)).copied
+        copied[name] = traffic(STRATEGIES[name], workload(processes=4, accumulation_steps=3)).copied
     assert copied["zero2"] == 0
     assert copied["zero2_offload"] == pytest.approx((4 + 2) * n / 4, rel=1e-3)
     # In each of 3 micro-batches: gradients in fp32 there and back, and weights once (see above).
@@ -65,12 +65,12 @@ def test_the_slowest_link_of_the_ring_decides():
 
 def test_a_step_hides_what_the_engine_can_send_during_computing():
     work = workload(processes=2, accumulation_steps=4)
-    sent = {name: traffic(KINDS[name], work) for name in ("ddp", "zero1", "zero2", "zero3")}
+    sent = {name: traffic(STRATEGIES[name], work) for name in ("ddp", "zero1", "zero2", "zero3")}
     rate = 1e6
     network = Network(2, rate, rate)
     seconds = {name: each.sent / rate for name, each in sent.items()}
     computing = 4 * seconds["ddp"]  # so the backward of a micro-batch has two thirds of the time
-    found = {name: step_time(KINDS[name], work, computing, network) for name in sent}
+    found = {name: step_time(STRATEGIES[name], work, computing, network) for name in sent}
     for name, time in found.items():
         assert time.sending == pytest.approx(seconds[name])
         assert time.lost == pytest.approx(1 - computing / time.total)
@@ -78,10 +78,10 @@ def test_a_step_hides_what_the_engine_can_send_during_computing():
     assert found["zero1"].hidden == 0
     assert found["zero2"].hidden == pytest.approx(sent["zero2"].gradients / rate)
     assert found["zero3"].hidden == pytest.approx(seconds["zero3"])
-    once = step_time(replace(KINDS["zero2"], coalesces=True), work, computing, network)
+    once = step_time(replace(STRATEGIES["zero2"], coalesces=True), work, computing, network)
     assert once.hidden == 0
     little = seconds["ddp"] / 10  # less computing than sending
-    hidden = {name: step_time(KINDS[name], work, little, network).hidden for name in sent}
+    hidden = {name: step_time(STRATEGIES[name], work, little, network).hidden for name in sent}
     expected = {"ddp": 2 / 3 / 4, "zero1": 0, "zero2": 2 / 3, "zero3": 1}
     assert hidden == pytest.approx({name: share * little for name, share in expected.items()})
 
@@ -89,22 +89,22 @@ def test_a_step_hides_what_the_engine_can_send_during_computing():
 def test_more_or_fewer_processes_share_the_global_batch():
     """And ZeRO-2 reduces gradients once per step as soon as there are several micro-batches."""
     work = workload(processes=8)  # 3 sequences each: 24 in a step
-    network, kind = Network(8, 1e3, 1e3), KINDS["zero2"]
+    network, strategy = Network(8, 1e3, 1e3), STRATEGIES["zero2"]
     for processes, micro_batches in {1: 8, 2: 4, 3: 3, 5: 2, 8: 1, 24: 1}.items():
         each = workload(processes=processes, accumulation_steps=micro_batches)
-        alone = replace(kind, coalesces=micro_batches > 1)
+        alone = replace(strategy, coalesces=micro_batches > 1)
         expected = step_time(alone, each, 8 / processes, network)
-        assert shared_by(processes, kind, work, 1.0, network, 2**40) == pytest.approx(expected)
+        assert shared_by(processes, strategy, work, 1.0, network, 2**40) == pytest.approx(expected)
         if micro_batches > 1:
-            little = shared_by(processes, kind, work, 1.0, network, memory=0)
+            little = shared_by(processes, strategy, work, 1.0, network, memory=0)
             assert (little.sending > expected.sending) == (processes > 1)
 
 
 def test_the_most_processes_lose_less_than_a_tenth():
     work, memory = workload(processes=1, accumulation_steps=8), 2**40
     slow, fast = Network(2, 1e9, 1e4), Network(2, 1e9, math.inf)
-    assert most_processes(KINDS["ddp"], work, 1.0, slow, memory) == 2  # one machine
+    assert most_processes(STRATEGIES["ddp"], work, 1.0, slow, memory) == 2  # one machine
     # As many as there are sequences:
-    assert most_processes(KINDS["ddp"], work, 1.0, fast, memory) == 16
+    assert most_processes(STRATEGIES["ddp"], work, 1.0, fast, memory) == 16
     none = replace(fast, pcie=1e3)
-    assert most_processes(KINDS["zero2_offload"], work, 1.0, none, memory) == 0
+    assert most_processes(STRATEGIES["zero2_offload"], work, 1.0, none, memory) == 0

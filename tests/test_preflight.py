@@ -19,7 +19,9 @@ from test_resume_choice import make_run
 from lm.common.errors import TooLittleMemoryError, UsageError
 from lm.data.dataset import PackedDataset
 from lm.engine.deepspeed_config import read_config
-from lm.engine.memory import GIB, MARGIN, OVERHEAD, Workload, engines, estimate, kind_of
+from lm.engine.hardware import GIB
+from lm.engine.memory import MARGIN, OVERHEAD, Workload, estimate
+from lm.engine.strategy import strategies, strategy_of
 from lm.launch import preflight, speed, time_budget
 from lm.launch.preflight import check_launch, main
 from lm.launch.recipe import SHAPES, shape_settings
@@ -253,7 +255,7 @@ def bytes_for(batch_size: int, processes: int = 3) -> int:
         device=torch.device("cuda"),
         compiled=False,
     )
-    needed = estimate(kind_of(read_config("ds_config.json")), work)
+    needed = estimate(strategy_of(read_config("ds_config.json")), work)
     return int(needed.held + needed.working * MARGIN + OVERHEAD) + 1
 
 
@@ -644,9 +646,9 @@ def test_every_stage_measures_real_steps(
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])
 def test_engines_that_support_muon_get_muon(name, flags, monkeypatch):
     pretend(monkeypatch)
-    kind = next(kind for kind in engines() if kind.config == name)
+    strategy = next(strategy for strategy in strategies() if strategy.config == name)
     made = budget_of([*flags, "--max_steps", "9"], monkeypatch, config=f"configs/{name}.yaml")
-    assert made.flags()["optimizer"] == ("muon" if kind.takes_muon else "adamw")
+    assert made.flags()["optimizer"] == ("muon" if strategy.takes_muon else "adamw")
     typed = [*flags, "--max_steps", "9", "--optimizer", "adamw"]
     added = budget_of(typed, monkeypatch, config=f"configs/{name}.yaml").flags()
     assert "muon_learning_rate" not in added

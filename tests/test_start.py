@@ -20,7 +20,9 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from lm.common.numbers import memory
 from lm.data.dataset import PackedDataset
 from lm.engine.engine import Engine
-from lm.engine.memory import DDP, GIB, MARGIN, OVERHEAD, estimate
+from lm.engine.hardware import GIB
+from lm.engine.memory import MARGIN, OVERHEAD, estimate
+from lm.engine.strategy import DDP
 from lm.storage.checkpoint import read_state
 from lm.storage.find import find_run, run_to_resume
 from lm.storage.folder import RunFolder, lock
@@ -67,7 +69,7 @@ def run_of(monkeypatch, tmp_path):
 def enough_for(run) -> int:
     """Return enough bytes for a process of the run: at most one more than it needs."""
     device = run.accelerator.device
-    needed = estimate(run.engine.kind, run.work)
+    needed = estimate(run.engine.strategy, run.work)
     margin = 1 if device.type == "cpu" else MARGIN
     return int(needed.held + needed.working * margin + OVERHEAD) + 1
 
@@ -89,7 +91,7 @@ def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device,
 
 def test_too_little_ram_for_offloaded_tensors_is_warned_of(run_of, monkeypatch):
     run = run_of(device="cuda", offload=True)
-    needed = estimate(run.engine.kind, run.work).ram
+    needed = estimate(run.engine.strategy, run.work).ram
     for spare, warned in ((0, False), (-1, True)):
         memory = {"cuda": 2**60, "cpu": needed + spare}
         monkeypatch.setattr(
@@ -108,14 +110,14 @@ def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
 def test_a_run_on_one_gpu_says_how_much_memory_it_would_save_without_an_engine(run_of):
     """Bytes per parameter: ZeRO-2 18 + 4 (buckets), DDP 16 + 2 (bf16 copy). `coalesces` adds 4."""
     run = run_of(device="cuda", args=TrainingArguments(dtype="bfloat16"))
-    kind, n = run.engine.kind, run.inputs.shapes.num_parameters()
+    strategy, n = run.engine.strategy, run.inputs.shapes.num_parameters()
     for processes, device, engine, saved in (
-        (1, "cuda", kind, 4 * n),
-        (1, "cuda", replace(kind, coalesces=True), 8 * n),
-        (1, "cuda", replace(kind, optimizer_on="cpu"), 0),
+        (1, "cuda", strategy, 4 * n),
+        (1, "cuda", replace(strategy, coalesces=True), 8 * n),
+        (1, "cuda", replace(strategy, optimizer_on="cpu"), 0),
         (1, "cuda", DDP, 0),
-        (1, "cpu", kind, 0),
-        (2, "cuda", kind, 0),
+        (1, "cpu", strategy, 0),
+        (2, "cuda", strategy, 0),
     ):
         work = run.inputs.workload(processes, torch.device(device), compiled=True)
         said = f"`python train_pretrain_accelerate.py` needs about {memory(saved)} less"

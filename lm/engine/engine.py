@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 from lm.common.errors import UsageError
 from lm.engine.deepspeed_config import BY_WIDTH, file_of, read_config, resolve
 from lm.engine.hardware import has_bf16, keep_freed_memory, require_usable_gpu, set_threads
-from lm.engine.memory import Kind, kind_of
 from lm.engine.settings import Settings
+from lm.engine.strategy import Strategy, strategy_of
 
 # Objects with a process group. They must never be deleted: deleting a group of gloo waits for the
 # group's thread. If that thread waits for the interpreter's lock, the process hangs.
@@ -56,13 +56,13 @@ class Engine:
     coalesces: bool = False  # ZeRO-2 reduces gradients once per step, not in every micro-batch
 
     @property
-    def kind(self) -> Kind:
-        return replace(kind_of(self.deepspeed), coalesces=self.coalesces)
+    def strategy(self) -> Strategy:
+        return replace(strategy_of(self.deepspeed), coalesces=self.coalesces)
 
     @property
     def divides_model(self) -> bool:
         """True under ZeRO-3. Then every forward pass needs all processes."""
-        return self.kind.stage == 3
+        return self.strategy.stage == 3
 
     @property
     def processes(self) -> int:
@@ -86,7 +86,7 @@ class Engine:
             zero = self.deepspeed["zero_optimization"]
             if zero.get(BY_WIDTH) == "auto":  # norms and small matrices stay whole on every process
                 zero[BY_WIDTH] = 10 * dim
-            zero["reduce_bucket_size"] = min(self.kind.reduce_bucket, n_parameters)
+            zero["reduce_bucket_size"] = min(self.strategy.reduce_bucket, n_parameters)
 
     def largest(self, value: int) -> int:
         """Return the largest value of all processes. Every process must call this."""
@@ -132,7 +132,7 @@ def build_engines(models: Sequence[Settings]) -> list[Engine]:
     engines = []
     for each, (key, plugin) in zip(accelerators, plugins.items(), strict=True):
         config = plugin.deepspeed_config
-        engines.append(Engine(each, f"DeepSpeed {kind_of(config).name}", config, key, group))
+        engines.append(Engine(each, f"DeepSpeed {strategy_of(config).name}", config, key, group))
     return engines
 
 
@@ -265,13 +265,13 @@ def deepspeed_plugin(args: Settings, n_models: int = 1) -> DeepSpeedPlugin:
         # Accelerate would compare these keys of the launcher's YAML with a file that it names.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # "auto" is not a number
-        kind = kind_of(config)
+        strategy = strategy_of(config)
         clip = config["gradient_clipping"]
         _check_flag("GRADIENT_CLIPPING", clip, "--grad_clip")
-        _check_flag("DEEPSPEED_ZERO_STAGE", kind.stage, source)
-        _check_flag("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", kind.optimizer_on, source)
-        _check_flag("DEEPSPEED_OFFLOAD_PARAM_DEVICE", kind.parameters_on, source)
-        if kind.stage == 3 and n_models > 1:  # else ZeRO-3 replaces the linear function of all
+        _check_flag("DEEPSPEED_ZERO_STAGE", strategy.stage, source)
+        _check_flag("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", strategy.optimizer_on, source)
+        _check_flag("DEEPSPEED_OFFLOAD_PARAM_DEVICE", strategy.parameters_on, source)
+        if strategy.stage == 3 and n_models > 1:  # else ZeRO-3 replaces the linear function of all
             config["zero_optimization"]["memory_efficient_linear"] = False
         steps = args.accumulation_steps
         return DeepSpeedPlugin(config, gradient_accumulation_steps=steps, gradient_clipping=clip)

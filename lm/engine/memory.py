@@ -11,19 +11,16 @@ within 15% of measurements (tests/test_memory.py), on an H200 it was up to 7% ab
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from lm.engine.deepspeed_config import offload_device, read_config
 from lm.engine.hardware import GIB
 from lm.engine.settings import Settings
+from lm.engine.strategy import CPU, GPU, NVME, Strategy, strategy_of
 from model import Transformer
 from model.loss import tokens_at_once
 
-GPU, CPU, NVME = "gpu", "cpu", "nvme"  # where tensors can be
 OVERHEAD = GIB  # bytes of Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # factor for activations and buffers on a GPU
 CPU_KEEPS = 1.5  # factor for activations on a CPU: some freed blocks fit no later tensor
@@ -31,67 +28,6 @@ CPU_COPIES, CPU_COPIES_3 = 7, 9  # copies of weights on a CPU: at stages 1 and 2
 NVME_BUFFERS = 5 * 50_000_000  # elements: default buffer_count × zero_infinity.json's buffer_size
 SUB_GROUP = 100_000_000  # zero_infinity.json's sub_group_size: parameters updated at a time
 LARGEST_BATCH = 4096  # sequences in the largest micro-batch that is tried
-# Engines in the order in which to try them: NAME of configs/NAME.yaml → DeepSpeed file.
-NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero_infinity")
-FILES = {name: f"configs/{name}.json" for name in NAMES} | {"zero2": "ds_config.json"}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The settings of an engine that decide memory and bytes sent. Sizes count elements."""
-
-    config: str = ""  # NAME of configs/NAME.yaml, or "" if unknown
-    stage: int | None = None  # ZeRO's stage; None for DDP and for a single process
-    optimizer_on: str = GPU  # GPU, CPU or NVME
-    parameters_on: str = GPU  # GPU; at stage 3 also CPU or NVME
-    fp32_sums: bool = True  # True if gradients are summed in fp32
-    reduce_bucket: int = 500_000_000  # elements of gradients that are exchanged at once
-    reuse_distance: int = 10**9  # ZeRO-3 keeps weights used again within so many elements
-    coalesces: bool = False  # ZeRO-2 keeps whole gradients and reduces them once per step
-
-    @property
-    def name(self) -> str:
-        """The name in tables and messages, such as "ZeRO-3, optimizer on the CPU"."""
-        if self.stage is None:
-            return "DDP"
-        places = {"optimizer": self.optimizer_on, "parameters": self.parameters_on}
-        if self.optimizer_on == self.parameters_on:
-            places = {"all": self.optimizer_on}
-        where = {CPU: "the CPU", NVME: "NVMe"}
-        said = [f", {what} on {where[on]}" for what, on in places.items() if on != GPU]
-        return f"ZeRO-{self.stage}{''.join(said)}"
-
-    @property
-    def takes_muon(self) -> bool:
-        """True if Muon can run: the optimizer is not offloaded, and the stage is not 3."""
-        return self.stage != 3 and self.optimizer_on == GPU
-
-
-DDP = Kind("ddp")
-
-
-def kind_of(config: dict | None) -> Kind:
-    """Return the engine of a DeepSpeed configuration, or DDP if `config` is None."""
-    if config is None:
-        return DDP
-    zero = config["zero_optimization"]
-    sums = (config.get("data_types") or {}).get("grad_accum_dtype")
-    return Kind(
-        stage=zero["stage"],
-        optimizer_on=offload_device(config, "optimizer") or GPU,
-        parameters_on=offload_device(config, "param") or GPU,
-        fp32_sums=sums in ("fp32", "float32"),
-        reduce_bucket=int(zero.get("reduce_bucket_size", Kind.reduce_bucket)),
-        reuse_distance=int(zero.get("stage3_max_reuse_distance", Kind.reuse_distance)),
-    )
-
-
-@cache
-def engines() -> tuple[Kind, ...]:
-    """Return DDP and the engines of FILES."""
-    root = Path(__file__).parents[2]  # the repository
-    found = ((name, read_config(str(root / file))) for name, file in FILES.items())
-    return DDP, *(replace(kind_of(config), config=name) for name, config in found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +70,10 @@ class Estimate(NamedTuple):
         return self.held + self.working
 
 
-def estimate(kind: Kind, work: Workload) -> Estimate:
+def estimate(strategy: Strategy, work: Workload) -> Estimate:
     """Return the memory of one process under an engine."""
     if work.on_cpu:  # offloaded tensors stay in the same RAM
-        kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
+        strategy = replace(strategy, optimizer_on=GPU, parameters_on=GPU)
     n, t, h = work.shapes.num_parameters(), work.trained, work.itemsize
     share = 1 / work.processes
     moments = 8 * t
@@ -145,26 +81,26 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
         layers = work.shapes.layers.parameters()
         moments -= 4 * sum(p.numel() for p in layers if p.requires_grad and p.dim() > 1)
     weights, gradients, optimizer = 4 * t + h * (n - t), 4 * t, moments
-    if kind.stage:  # for the formulas see the docstring of this file
-        weights = h * n * (share if kind.stage == 3 else 1)
-        gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
+    if strategy.stage:  # for the formulas see the docstring of this file
+        weights = h * n * (share if strategy.stage == 3 else 1)
+        gradients = (4 if strategy.fp32_sums else h) * t * (share if strategy.stage > 1 else 1)
         optimizer = (4 * t + moments) * share
-        gradients += (4 if kind.fp32_sums else h) * t * kind.coalesces
+        gradients += (4 if strategy.fp32_sums else h) * t * strategy.coalesces
     places = {GPU: 0, CPU: 0, NVME: 0}
-    offloads = kind.optimizer_on != GPU
-    places[CPU if offloads and kind.stage == 3 else GPU] += gradients
-    places[kind.parameters_on] += weights
-    places[kind.optimizer_on] += optimizer
+    offloads = strategy.optimizer_on != GPU
+    places[CPU if offloads and strategy.stage == 3 else GPU] += gradients
+    places[strategy.parameters_on] += weights
+    places[strategy.optimizer_on] += optimizer
     if offloads:
-        places[kind.optimizer_on] += 4 * t * share  # fp32 gradients for the optimizer
-        places[CPU] += h * t * share * (kind.stage < 3)  # updated weights, on their way to the GPU
-    if kind.optimizer_on == NVME:  # fp32 weights, gradients and moments while they are updated
+        places[strategy.optimizer_on] += 4 * t * share  # fp32 gradients for the optimizer
+        places[CPU] += h * t * share * (strategy.stage < 3)  # weights on their way to the GPU
+    if strategy.optimizer_on == NVME:  # fp32 weights, gradients and moments while they are updated
         places[CPU] += 16 * min(t * share, SUB_GROUP)
-    if kind.parameters_on == NVME:
+    if strategy.parameters_on == NVME:
         places[CPU] += h * NVME_BUFFERS
-    working = _activations(kind, work) + _buffers(kind, work)
+    working = _activations(strategy, work) + _buffers(strategy, work)
     if work.teacher:
-        engine = kind_of(work.teacher_config)
+        engine = strategy_of(work.teacher_config)
         if engine.stage == 3:
             working += h * _gathered(engine, work.teacher)
         place = GPU if work.on_cpu else engine.parameters_on
@@ -177,33 +113,33 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     )
 
 
-def _buffers(kind: Kind, work: Workload) -> float:
+def _buffers(strategy: Strategy, work: Workload) -> float:
     """Return the bytes of the buffers for the exchange of gradients and weights."""
     n, t, h = work.shapes.num_parameters(), work.trained, work.itemsize
-    if kind.stage is None:  # with accumulation DDP needs buckets in addition to the gradients
+    if strategy.stage is None:  # with accumulation DDP needs buckets in addition to the gradients
         return 4 * t if work.processes > 1 and work.args.accumulation_steps > 1 else 0
     if work.on_cpu:
-        return h * n * (CPU_COPIES_3 if kind.stage == 3 else CPU_COPIES)
-    buffers = 2 * h * min(t, kind.reduce_bucket)
-    if kind.stage == 3:
-        buffers += h * _gathered(kind, work.shapes)
-    if kind.stage == 1 and kind.fp32_sums and work.args.dtype == "bfloat16":
+        return h * n * (CPU_COPIES_3 if strategy.stage == 3 else CPU_COPIES)
+    buffers = 2 * h * min(t, strategy.reduce_bucket)
+    if strategy.stage == 3:
+        buffers += h * _gathered(strategy, work.shapes)
+    if strategy.stage == 1 and strategy.fp32_sums and work.args.dtype == "bfloat16":
         buffers += 8 * t  # DeepSpeed's BF16_Optimizer holds and copies fp32 gradients
     return buffers
 
 
-def _gathered(kind: Kind, shapes: Transformer) -> int:
+def _gathered(strategy: Strategy, shapes: Transformer) -> int:
     """Return how many parameters ZeRO-3 holds whole at a time: at least those of one block."""
     block = sum(p.numel() for p in shapes.layers[0].parameters())
-    return min(shapes.num_parameters(), max(kind.reuse_distance // 2, block))
+    return min(shapes.num_parameters(), max(strategy.reuse_distance // 2, block))
 
 
-def _activations(kind: Kind, work: Workload) -> float:
+def _activations(strategy: Strategy, work: Workload) -> float:
     """Return the peak bytes of activations and logits of a micro-batch.
     These are the tensors that autograd saves (compiled code saves fewer) and temporary tensors: on
     a GPU those of one block or of the loss, whichever are larger, on a CPU the sum of both."""
     config, h = work.shapes.config, work.itemsize
-    compiled = work.compiled and kind.stage != 3
+    compiled = work.compiled and strategy.stage != 3
     # For a GPU the next line assumes that PyTorch has a fused attention kernel.
     keeps_scores = not config.use_flash_attn or (work.on_cpu and config.dropout > 0)
     # Bytes per token that autograd saves:
@@ -234,7 +170,7 @@ def _activations(kind: Kind, work: Workload) -> float:
             kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)
     # Bytes of all tokens of the micro-batch:
     tokens = work.args.batch_size * config.max_seq_len
-    casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # autocast's copies of weights
+    casts = 2 * work.trained * (strategy.stage is None and h == 2)  # autocast's copies of weights
     logits = tokens_at_once(config.vocab_size, tokens, work.device) * config.vocab_size
     logits *= 2 * h if compiled else 12  # with log-probabilities and gradients
     if work.teacher:  # logits of both models, a gradient, and copies of a chunk
@@ -246,25 +182,25 @@ def _activations(kind: Kind, work: Workload) -> float:
     return tokens * kept + casts + max(logits, at_work)
 
 
-def fits(kind: Kind, work: Workload, memory: int, ram: float = math.inf) -> bool:
+def fits(strategy: Strategy, work: Workload, memory: int, ram: float = math.inf) -> bool:
     """Return whether a process needs at most `memory` bytes, including a margin on a GPU, and
     offloads at most `ram` bytes to RAM."""
-    expected = estimate(kind, work)
+    expected = estimate(strategy, work)
     working = expected.working * (1 if work.on_cpu else MARGIN)
     return expected.held + working + OVERHEAD <= memory and expected.ram <= ram
 
 
-def can_coalesce(kind: Kind, work: Workload, memory: int) -> bool:
+def can_coalesce(strategy: Strategy, work: Workload, memory: int) -> bool:
     """Return whether ZeRO-2 should reduce gradients once per step: whole gradients must fit too."""
-    if kind.stage != 2 or work.args.accumulation_steps == 1 or not work.args.coalesce_reduction:
+    if strategy.stage != 2 or work.args.accumulation_steps == 1 or not work.args.coalesce_reduction:
         return False
-    return fits(replace(kind, coalesces=True), work, memory)
+    return fits(replace(strategy, coalesces=True), work, memory)
 
 
-def largest_batch(kind: Kind, work: Workload, memory: int) -> int:
+def largest_batch(strategy: Strategy, work: Workload, memory: int) -> int:
     """Return the largest --batch_size with which a process `fits` into `memory` bytes, or 0."""
 
     def is_too_large(size: int) -> bool:
-        return not fits(kind, replace(work, args=replace(work.args, batch_size=size)), memory)
+        return not fits(strategy, replace(work, args=replace(work.args, batch_size=size)), memory)
 
     return bisect_right(range(1, LARGEST_BATCH + 1), False, key=is_too_large)

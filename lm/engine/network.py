@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lm.common.errors import UsageError
-from lm.engine.memory import GPU, Kind, Workload, can_coalesce
+from lm.engine.memory import Workload, can_coalesce
+from lm.engine.strategy import GPU, Strategy
 
 # GB/s in one direction, by the data sheet: of a GPU's link to the others of its machine, or of one
 # network card. Collective operations are assumed to reach the share REACHED of it.
@@ -81,7 +82,7 @@ class StepTime(NamedTuple):
         return max(0, 1 - self.computing / self.total)
 
 
-def traffic(kind: Kind, work: Workload) -> Traffic:
+def traffic(strategy: Strategy, work: Workload) -> Traffic:
     """Return the bytes that a process sends and copies in an optimizer step.
 
     DDP, ZeRO-1 and 2 all-reduce gradients, ZeRO-3 scatters them. ZeRO-3, and ZeRO-2 without
@@ -93,41 +94,46 @@ def traffic(kind: Kind, work: Workload) -> Traffic:
     n, t, h = work.shapes.num_parameters(), work.trained, work.itemsize
     ring, share = (work.processes - 1) / work.processes, 1 / work.processes
     micro_batches = work.args.accumulation_steps
-    offloads = kind.optimizer_on != GPU and not work.on_cpu
-    if kind.stage is None:
+    offloads = strategy.optimizer_on != GPU and not work.on_cpu
+    if strategy.stage is None:
         return Traffic(2 * ring * 4 * t, 0, 0)
-    if kind.stage < 3:
-        every = micro_batches if kind.stage == 2 and not kind.coalesces else 1
+    if strategy.stage < 3:
+        every = micro_batches if strategy.stage == 2 and not strategy.coalesces else 1
         copied = (4 + h) * t * share * offloads
         return Traffic(2 * ring * h * t * every, ring * h * t, copied)
-    gathered = h * micro_batches * (2 * n - min(n, kind.reuse_distance // 2))
+    gathered = h * micro_batches * (2 * n - min(n, strategy.reuse_distance // 2))
     scattered = h * micro_batches * t
     copied = 8 * t * micro_batches * share * offloads
-    copied += gathered * share * (kind.parameters_on != GPU and not work.on_cpu)
+    copied += gathered * share * (strategy.parameters_on != GPU and not work.on_cpu)
     scattered *= 2 if work.on_cpu else 1  # instead of a reduce-scatter, gloo runs an all-reduce
     return Traffic(ring * scattered, ring * gathered, copied)
 
 
-def step_time(kind: Kind, work: Workload, computing: float, network: Network) -> StepTime:
+def step_time(strategy: Strategy, work: Workload, computing: float, network: Network) -> StepTime:
     """Return the time of a step that computes for `computing` seconds.
 
     The hidden part is an assumption. DDP exchanges gradients during the last backward pass, ZeRO-2
     without `coalesces` during each backward pass, and ZeRO-3 sends during forward and backward. The
     other exchanges, and copies to RAM, follow the backward passes."""
-    sent, rate = traffic(kind, work), network.rate(work.processes)
+    sent, rate = traffic(strategy, work), network.rate(work.processes)
     gradients, weights = sent.gradients / rate, sent.weights / rate
-    if kind.stage == 3:
+    if strategy.stage == 3:
         hidden = min(gradients + weights, computing)
-    elif kind.stage is None:
+    elif strategy.stage is None:
         hidden = min(gradients, BACKWARD * computing / work.args.accumulation_steps)
     else:
-        overlaps = kind.stage == 2 and not kind.coalesces
+        overlaps = strategy.stage == 2 and not strategy.coalesces
         hidden = min(gradients, BACKWARD * computing) * overlaps
     return StepTime(computing, gradients + weights + sent.copied / network.pcie, hidden)
 
 
 def shared_by(
-    processes: int, kind: Kind, work: Workload, computing: float, network: Network, memory: int
+    processes: int,
+    strategy: Strategy,
+    work: Workload,
+    computing: float,
+    network: Network,
+    memory: int,
 ) -> StepTime:
     """Return the time of a step if `processes` processes, each with `memory` bytes, share the
     global batch of `work`, for which each process of `work` computes `computing` seconds."""
@@ -135,15 +141,15 @@ def shared_by(
     steps = math.ceil(rows / work.args.batch_size)
     args = replace(work.args, batch_size=math.ceil(rows / steps), accumulation_steps=steps)
     each = replace(work, args=args, processes=processes)
-    kind = replace(kind, coalesces=can_coalesce(kind, each, memory))
-    return step_time(kind, each, computing * work.processes / processes, network)
+    strategy = replace(strategy, coalesces=can_coalesce(strategy, each, memory))
+    return step_time(strategy, each, computing * work.processes / processes, network)
 
 
 def most_processes(
-    kind: Kind, work: Workload, computing: float, network: Network, memory: int
+    strategy: Strategy, work: Workload, computing: float, network: Network, memory: int
 ) -> int:
     """Return the largest power of two of processes that lose less than LOSS of their time when
     they share the global batch, or 0. The arguments are those of `shared_by`."""
     counts = [2**i for i in range(work.args.global_batch(work.processes).bit_length())]
-    times = {n: shared_by(n, kind, work, computing, network, memory) for n in counts}
+    times = {n: shared_by(n, strategy, work, computing, network, memory) for n in counts}
     return max((n for n, time in times.items() if time.lost < LOSS), default=0)

@@ -13,7 +13,8 @@ from lm.engine.hardware import (
     peak_flops,
     user_sets_threads,
 )
-from lm.engine.memory import Kind, largest_batch
+from lm.engine.memory import largest_batch
+from lm.engine.strategy import Strategy
 from lm.launch.recipe import Candidate, Speed
 from lm.launch.shell_variables import ShellVariables
 from lm.training.inputs import Inputs
@@ -34,19 +35,20 @@ def assumed_flops(precision: str, machines: int, processes: int) -> float:
 
 class SpeedMeter:
     """Measure or assume the speed and the memory of models, in a run with `processes` processes
-    under an engine of this `kind`. Measuring ends when `seconds` are over. `has_threads` says that
+    with this `strategy`. Measuring ends when `seconds` are over. `has_threads` says that
     a flag decides the number of CPU threads."""
 
     def __init__(
         self,
         request: ShellVariables,
         inputs: Inputs,
-        kind: Kind,
+        strategy: Strategy,
         processes: int,
         seconds: float,
         has_threads: bool,
     ):
-        self.request, self.inputs, self.kind, self.processes = request, inputs, kind, processes
+        self.request, self.inputs = request, inputs
+        self.strategy, self.processes = strategy, processes
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.seconds, self.until = seconds, time.time() + seconds
         # The numbers of threads of a process to choose from; (): there is no choice.
@@ -74,7 +76,7 @@ class SpeedMeter:
         work = replace(self.inputs.workload(processes, self.device, False), shapes=shapes)
         # With accumulation, DDP needs buckets beside the gradients.
         work = replace(work, args=replace(work.args, accumulation_steps=2))
-        return largest_batch(self.kind, work, self.free_memory())
+        return largest_batch(self.strategy, work, self.free_memory())
 
     def assumed(self, model: Candidate) -> Speed:
         """Return the speed at an assumed number of FLOP/s, corrected by the last measurement."""

@@ -13,7 +13,7 @@ from lm.common.numbers import counted
 from lm.data.shards import CONVERSATIONS
 from lm.engine.compilation import obstacle
 from lm.engine.deepspeed_config import file_of
-from lm.engine.memory import kind_of
+from lm.engine.strategy import strategy_of
 from lm.launch import recipe
 from lm.launch.optimizer_flags import (
     SAMPLED_SHARE,
@@ -86,12 +86,12 @@ class TimeBudget:
         self.request, self.inputs, self.typed = request, inputs, typed
         self.processes, self.loading = processes, loading
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.minutes, self.kind = request.minutes, kind_of(deepspeed)
+        self.minutes, self.strategy = request.minutes, strategy_of(deepspeed)
         measuring = min(MEASURING_SHARE * 60 * self.minutes, MOST_MEASURING)
         self.meter = SpeedMeter(
-            request, inputs, self.kind, processes, measuring, "threads" in typed
+            request, inputs, self.strategy, processes, measuring, "threads" in typed
         )
-        self.muon = self.kind.takes_muon and typed.get("optimizer") != "adamw"
+        self.muon = self.strategy.takes_muon and typed.get("optimizer") != "adamw"
         self.fixed = inputs.source is not None  # existing weights decide the shape
         self.knows_steps = not {"max_steps", "epochs"}.isdisjoint(typed)
         self.compiles: bool | None = None  # None: the training program decides
@@ -206,7 +206,7 @@ class TimeBudget:
         """Decide whether the run compiles; return the plan for the time that is then left."""
         speed, wanted = self.speed(plan.model), self.inputs.args.compile
         taken = plan.steps * plan.step_seconds
-        if wanted != "off" and self.kind.stage != 3:
+        if wanted != "off" and self.strategy.stage != 3:
             self.compiles = wanted == "on"
             pays = COMPILING_SAVES * taken > COMPILING_SHARE * self.loading
             if (self.compiles or pays) and obstacle(self.device) is None:

@@ -68,14 +68,14 @@ def build_model(
     # A GPU's total memory, not its free memory, so that a resumed run decides in the same way.
     size = sys.maxsize if work.on_cpu else torch.cuda.mem_get_info(accelerator.device)[1]
     # If one GPU lacks the memory to reduce once per step, every GPU reduces in each micro-batch.
-    engine.coalesces = engine.total(int(not can_coalesce(engine.kind, work, size))) == 0
+    engine.coalesces = engine.total(int(not can_coalesce(engine.strategy, work, size))) == 0
     try:
         model, optimizer = accelerator.prepare(model, optimizer)
     except (ValueError, AssertionError) as error:  # DeepSpeed rejects its configuration
         raise UsageError(f"the engine cannot be started: {error}") from error
     if engine.processes > 1:
         KEPT.append(model)  # see lm/engine/engine.py
-    if engine.coalesces and engine.kind.fp32_sums:
+    if engine.coalesces and engine.strategy.fp32_sums:
         optimizer.optimizer.use_grad_accum_attribute = True  # without it, sums are in 16 bits
     if engine.deepspeed is not None:
         launch_fewer_kernels(optimizer.optimizer)

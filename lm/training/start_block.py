@@ -14,7 +14,8 @@ from lm.engine.hardware import (
     matrix_precision,
 )
 from lm.engine.launcher_settings import reading_notes
-from lm.engine.memory import DDP, Kind, Workload, estimate, fits, kind_of
+from lm.engine.memory import Workload, estimate, fits
+from lm.engine.strategy import DDP, Strategy, strategy_of
 from lm.formats.tokenizer_json import export_warning
 from lm.training.failures import less_memory
 from lm.training.optimizer import muon_matrices
@@ -44,7 +45,7 @@ def start_block(run: Run) -> str:
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,} {scored}"
     epochs = rate.total_steps * batch / inputs.samples_per_epoch
-    hint = without_engine(engine.kind, run.work)
+    hint = without_engine(engine.strategy, run.work)
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
     optimizer = "AdamW"
@@ -60,16 +61,16 @@ def start_block(run: Run) -> str:
     for layer, factor in factors.items():
         optimizer += f", {layer} at {factor:g} × its rate" if factor != 1 else ""
     precision = matrix_precision(run.accelerator.mixed_precision)
-    if engine.kind.stage and not engine.kind.fp32_sums and args.dtype != "float32":
+    if engine.strategy.stage and not engine.strategy.fp32_sums and args.dtype != "float32":
         precision += ", gradients added up in 16 bits too"
     teacher = None
     if found := inputs.teacher:
-        divided = kind_of(found.zero).name if found.zero else "whole on each process"
+        divided = strategy_of(found.zero).name if found.zero else "whole on each process"
         teacher = (
             f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}, "
             f"{run.teacher.held / 1e6:,.1f} MB of weights per process"
         )
-    expected = estimate(engine.kind, run.work)
+    expected = estimate(engine.strategy, run.work)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", engine.processes))  # processes on this machine
     in_ram = f"in RAM ({memory(local * expected.ram)} on this machine)"
     places = {in_ram: expected.ram, "on NVMe": expected.nvme}
@@ -111,9 +112,9 @@ def start_block(run: Run) -> str:
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items() if value is not None)
 
 
-def without_engine(kind: Kind, work: Workload) -> str:
+def without_engine(strategy: Strategy, work: Workload) -> str:
     """Return a hint if one process on a GPU would need less memory without its engine, or ""."""
-    saved = estimate(kind, work).peak - estimate(DDP, work).peak
+    saved = estimate(strategy, work).peak - estimate(DDP, work).peak
     if work.processes > 1 or work.on_cpu or saved <= 0:
         return ""
     plain = f"`python {work.args.program}` needs about {memory(saved)} less"
@@ -156,11 +157,11 @@ def warnings(run: Run) -> list[str]:
     if source and not inputs.start.checkpoint and (most := source.config().max_seq_len) < n:
         text = f"WARNING: {source.path} was trained on {most} positions, but this run has {n}"
         texts.append(f"{text}: pass --max_seq_len {most}, or train long enough to learn the others")
-    if not fits(engine.kind, run.work, free):
-        needs = f"{memory(estimate(engine.kind, run.work).peak)} plus a margin"
+    if not fits(engine.strategy, run.work, free):
+        needs = f"{memory(estimate(engine.strategy, run.work).peak)} plus a margin"
         advice = less_memory(args, inputs.config.use_flash_attn)
         texts.append(f"WARNING: a process may need {needs}, but has only {memory(free)}: {advice}")
-    if (offloaded := estimate(engine.kind, run.work).ram) > ram:
+    if (offloaded := estimate(engine.strategy, run.work).ram) > ram:
         text = f"WARNING: each process offloads {memory(offloaded)} to RAM, but only {memory(ram)} "
         texts.append(f"{text}are free: the system may kill it. Use more GPUs, or NVMe")
     if engine.total(int(not run.folder.path.exists())):
