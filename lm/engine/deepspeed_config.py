@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.errors import UsageError, reason
-from lm.engine.settings import Settings
 
 # Keys of "zero_optimization" for which "auto" means DeepSpeed's default.
 BY_DEFAULT = (
@@ -140,12 +139,12 @@ def rename_old_keys(config: dict, source: str) -> list[str]:
     return said
 
 
-def file_of(args: Settings) -> str:
+def file_of(args) -> str:
     """Return the path of the DeepSpeed file in use, or "none" if there is no file."""
     return args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
 
 
-def resolve(config: dict, args: Settings, world_size: int, source: str) -> dict:
+def resolve(config: dict, args, world_size: int, source: str) -> dict:
     """Return a copy of the configuration in which the flags replace "auto". BY_WIDTH keeps "auto".
     The copy has no "scheduler": the flags hold it. `source` names the configuration in messages.
     Raises UsageError with a list of all contradictions, keys without effect and other problems."""
@@ -223,7 +222,7 @@ def _check_stage(config: dict) -> Iterator[str]:
         yield f'"offload_optimizer" at stage {stage} takes no "nvme": write "cpu", or use stage 3'
 
 
-def _fill_by_flags(config: dict, args: Settings, world_size: int) -> list[str]:
+def _fill_by_flags(config: dict, args, world_size: int) -> list[str]:
     """Fill "auto" and missing values from the flags; return a message for every problem.
     Accelerate would leave some values out, and clip gradients at 1.0 whatever the flags say."""
     problems = []

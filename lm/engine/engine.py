@@ -1,4 +1,7 @@
-"""Start the engine that launcher and flags choose; refuse settings that Accelerate would ignore."""
+"""Start the engine that launcher and flags choose; refuse settings that Accelerate would ignore.
+
+`args` are the training flags in this room: TrainingArguments of lm/training/arguments.py.
+"""
 
 import logging
 import os
@@ -22,7 +25,6 @@ from torch.distributed import ProcessGroup, ReduceOp
 from lm.common.errors import UsageError
 from lm.engine.deepspeed_config import BY_WIDTH, file_of, read_config, resolve
 from lm.engine.hardware import has_bf16, keep_freed_memory, require_usable_gpu, set_threads
-from lm.engine.settings import Settings
 from lm.engine.strategy import Strategy, strategy_of
 
 # Objects with a process group. They must never be deleted: deleting a group of gloo waits for the
@@ -100,7 +102,7 @@ class Engine:
         return int(result)
 
 
-def build_engines(models: Sequence[Settings]) -> list[Engine]:
+def build_engines(models: Sequence) -> list[Engine]:
     """Return one engine for each model. All models have the same precision and accumulation. Raises
     UsageError if launcher, DeepSpeed file, flags or machine conflict, or processes cannot meet."""
     set_launch_variables(*models)
@@ -136,7 +138,7 @@ def build_engines(models: Sequence[Settings]) -> list[Engine]:
     return engines
 
 
-def _accelerators(models: Sequence[Settings], plugins: dict | None) -> list[Accelerator]:
+def _accelerators(models: Sequence, plugins: dict | None) -> list[Accelerator]:
     """Return an Accelerator for each model; the first waits for the other processes. Raises
     UsageError if they cannot meet. `plugins` is None without DeepSpeed."""
     args, on_cpu = models[0], not torch.cuda.is_available()
@@ -179,7 +181,7 @@ def announced_wait() -> Iterator[None]:
         timer.cancel()
 
 
-def set_launch_variables(*models: Settings) -> None:
+def set_launch_variables(*models) -> None:
     """Set the environment variables that `accelerate launch` sets for a DeepSpeed file.
 
     If several models train, a model without --deepspeed uses the launcher's DeepSpeed file.
@@ -212,7 +214,7 @@ def set_launch_variables(*models: Settings) -> None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
 
 
-def check_precision(args: Settings, has_gpu: bool) -> None:
+def check_precision(args, has_gpu: bool) -> None:
     """Raise UsageError if this machine cannot compute in --dtype, or if --tf32 has no effect."""
     if args.dtype == "float16" and not has_gpu:
         raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
@@ -225,7 +227,7 @@ def check_precision(args: Settings, has_gpu: bool) -> None:
         raise UsageError(f"--tf32 is for --dtype float32, not {args.dtype}")
 
 
-def _check_launch(args: Settings, deepspeed: bool) -> None:
+def _check_launch(args, deepspeed: bool) -> None:
     """Raise UsageError if a setting of the launcher would be ignored, or if GPUs are missing."""
     _check_flag("GRADIENT_ACCUMULATION_STEPS", args.accumulation_steps, "--accumulation_steps")
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
@@ -251,7 +253,7 @@ def _check_flag(name: str, value, source: str) -> None:
         raise UsageError(f"the launcher says --{flag} {launched}, but {source} gives {value}")
 
 
-def deepspeed_plugin(args: Settings, n_models: int = 1) -> DeepSpeedPlugin:
+def deepspeed_plugin(args, n_models: int = 1) -> DeepSpeedPlugin:
     """Return Accelerate's plugin for the DeepSpeed file in use, or else for the launcher's flags.
     Training flags replace "auto". Raises UsageError if settings are invalid or contradictory."""
     file = file_of(args)

@@ -11,12 +11,11 @@ within 15% of measurements (tests/test_memory.py), on an H200 it was up to 7% ab
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lm.engine.hardware import GIB
-from lm.engine.settings import Settings
 from lm.engine.strategy import CPU, GPU, NVME, Strategy, strategy_of
 from model import Transformer
 from model.loss import tokens_at_once
@@ -34,7 +33,7 @@ LARGEST_BATCH = 4096  # sequences in the largest micro-batch that is tried
 class Workload:
     """The model and the settings of one optimizer step of a process."""
 
-    args: Settings
+    args: Any  # the training flags, see engine.py
     shapes: Transformer  # the trained model with its adapters, on the meta device
     processes: int
     device: torch.device  # where the process trains; this machine need not have such a device
