@@ -7,6 +7,7 @@ import torch
 
 from lm.engine.hardware import GIB
 from lm.engine.memory import (
+    CPU_KEEPS,
     LARGEST_BATCH,
     MARGIN,
     OVERHEAD,
@@ -28,7 +29,7 @@ STRATEGIES = {strategy.config: strategy for strategy in strategies()}
 
 
 def workload(
-    *, device=GPU, processes=1, compiled=False, teacher=None, lora=None, shape=None, **args
+    *, device=GPU, processes=1, compiled=False, masked=False, lora=None, shape=None, **args
 ) -> Workload:
     with torch.device("meta"):
         shapes = Transformer(LMConfig(**SHAPE | (shape or {})))
@@ -40,7 +41,7 @@ def workload(
         processes=processes,
         device=device,
         compiled=compiled,
-        teacher=teacher,
+        masked=masked,
     )
 
 
@@ -121,6 +122,10 @@ def test_compiling_recomputing_and_chunks_of_logits_lower_the_estimate():
     channels, tokens = (4 + 2) * 16, 3 * 128  # of queries and keys; 10 bytes each, as in any norm
     more = working(shape={"qk_norm": True}) - working()
     assert more == pytest.approx(2 * tokens * channels * 10, rel=1e-3)
+    # A mask of 2 bytes per pair of positions; on a GPU k and v, 2 bytes each, for all four heads
+    mask, copies = 2 * tokens * 128, 2 * tokens * 2 * 2 * (4 - 2) * 16
+    assert working(masked=True) - working() == mask + copies
+    assert working(masked=True, device=CPU) - working(device=CPU) == CPU_KEEPS * mask
     sizes = [working(gradient_checkpointing=how) for how in ("blocks", "selective", "off")]
     assert sizes == sorted(set(sizes))
     many = {"vocab_size": 1 << 17, "n_layers": 1}  # 2**24 logits per sequence

@@ -38,6 +38,7 @@ class Workload:
     processes: int
     device: torch.device  # where the process trains; this machine need not have such a device
     compiled: bool
+    masked: bool = False  # True if attention gets a mask: rows of packed conversations
     teacher: Transformer | None = None  # the model to learn from, on the meta device
     teacher_config: dict | None = None  # DeepSpeed's, if ZeRO-3 divides the teacher
 
@@ -144,7 +145,8 @@ def _activations(strategy: Strategy, work: Workload) -> float:
     # Bytes per token that autograd saves:
     per_channel = 2 * h if compiled else 8 + h  # of a norm; 8: fp32 input and normed x; h: output
     norm = per_channel * config.dim
-    n_keys = config.n_heads if keeps_scores else config.n_kv_heads
+    repeats = keeps_scores or (work.masked and not work.on_cpu)  # k and v for all heads
+    n_keys = config.n_heads if repeats else config.n_kv_heads
     attention = 2 * h * (config.n_heads + n_keys) * config.head_dim  # q, output, k, v
     if config.qk_norm:
         attention += per_channel * (config.n_heads + config.n_kv_heads) * config.head_dim
@@ -169,7 +171,8 @@ def _activations(strategy: Strategy, work: Workload) -> float:
             kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)
     # Bytes of all tokens of the micro-batch:
     tokens = work.args.batch_size * config.max_seq_len
-    casts = 2 * work.trained * (strategy.stage is None and h == 2)  # autocast's copies of weights
+    whole = 2 * work.trained * (strategy.stage is None and h == 2)  # autocast's copies of weights
+    whole += tokens * config.max_seq_len * h * work.masked  # the mask, (B, 1, T, T)
     logits = tokens_at_once(config.vocab_size, tokens, work.device) * config.vocab_size
     logits *= 2 * h if compiled else 12  # with log-probabilities and gradients
     if work.teacher:  # logits of both models, a gradient, and copies of a chunk
@@ -177,8 +180,8 @@ def _activations(strategy: Strategy, work: Workload) -> float:
     squares = 20 * config.n_heads * config.max_seq_len if keeps_scores else 0  # five T × T in fp32
     at_work = tokens * (3 * h * width + 16 * config.dim + squares)  # in one block
     if work.on_cpu:  # gradients of a block do not reuse the freed memory of the logits
-        return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
-    return tokens * kept + casts + max(logits, at_work)
+        return (tokens * kept + whole + logits + at_work) * CPU_KEEPS
+    return tokens * kept + whole + max(logits, at_work)
 
 
 def fits(strategy: Strategy, work: Workload, memory: int, ram: float = math.inf) -> bool:

@@ -87,6 +87,7 @@ class Inputs:
             processes=processes,
             device=device,
             compiled=compiled,
+            masked=self.train_set.kind == CONVERSATIONS,
             teacher=self.teacher and self.teacher.shapes,
             teacher_config=self.teacher and self.teacher.zero,
         )
