@@ -120,6 +120,9 @@ def report(
         remedy = "--markers cuts there, PREPARE_FLAGS=--markers in front of run_accelerate.sh"
         remedy = remedy if of_text else "remove the markers, each turn gets its own"
         lines.append(f"  cut {held}" if options.markers else f"  WARNING: {held} as text: {remedy}")
+    if unread := description["unread_keys"]:
+        keys = ", ".join(f'"{key}" in {counted(n, documents)}' for key, n in unread.items())
+        lines.append(f"  keys that are not read: {keys}")
     own_val = by_split(files)["val"]
     if (own_val or made_from["val_fraction"]) and not splits["val"]["documents"]:
         lines.append("  WARNING: no validation split: pass a larger --val_fraction, or more text")

@@ -10,8 +10,8 @@ from test_tokenizer import NASTY
 from test_tokenizer_json import changed
 from transformers import AutoTokenizer
 
-from lm.data.chat_template import encode_chat_prompt, encode_conversation
-from lm.data.conversations import ROLES, Turn
+from lm.data.chat_template import encode_chat_prompt
+from lm.data.conversations import ROLES, Turn, encode_conversation
 from lm.data.tokenizer import Tokenizer, open_tokenizer
 from lm.formats.hugging_face import write_tokenizer
 from lm.formats.tokenizer_json import ESCAPE

@@ -9,8 +9,7 @@ import pytest
 from test_prepare import files_of
 
 from lm.data import encoding
-from lm.data.chat_template import encode_conversation
-from lm.data.conversations import ASSISTANT, Turn
+from lm.data.conversations import ASSISTANT, Turn, encode_conversation
 from lm.data.shards import read_description
 from lm.data.tokenizer import Tokenizer
 

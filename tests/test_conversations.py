@@ -81,18 +81,6 @@ FORMS = {
         {"conversations": [turn | dict.fromkeys(MINIMIND, "") for turn in DICTS]},
         TURNS,
     ),
-    "empty keys, facts about the conversation, and copies of its texts": (
-        {
-            **{"conversations": FROM_VALUE, "tools": "[]", "history": [], "functions": None},
-            **{"instruction": "1 + 1?", "output": "2", "system_prompt": "Be brief."},
-            **{"source": "a", "toxic": False, "label": True, "finish_reason": "stop", "score": 3},
-        },
-        TURNS,
-    ),
-    "Alpaca with the whole as one text": (
-        {"instruction": "Add 1", "input": "1", "output": "2", "prompt": "### Add 1\n1\n### 2"},
-        ADDITION,
-    ),
     "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ADDITION[1]]),
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
     "rm-static's response": ({"prompt": RM_STATIC, "response": " 2"}, OF_RM_STATIC),
@@ -103,7 +91,7 @@ FORMS = {
 
 @pytest.mark.parametrize(("value", "turns"), FORMS.values(), ids=FORMS)
 def test_the_keys_of_a_conversation_decide_its_form(value, turns):
-    assert parse_conversation(value, PLACE) == turns
+    assert parse_conversation(value, PLACE)[0] == turns
 
 
 def messages(*roles: str) -> dict:
@@ -111,9 +99,27 @@ def messages(*roles: str) -> dict:
 
 
 PAIR = {"prompt": "1 + 1?", "completion": "2"}
-DROPPED = {  # a row, and the key that may hold text or a mask
+
+
+def test_keys_that_are_not_read_are_returned_unless_they_are_empty():
+    said = DICTS[2] | {"name": "bot", "content": [PARTS[0] | {"index": 0}], "draft": "maybe 3"}
+    empty = {"tools": "[]", "history": [], "functions": None}
+    row = {"messages": [*DICTS[:2], said], "prompt": "?", "label": True, "toxic": False, **empty}
+    assert parse_conversation(row, PLACE)[1] == {
+        *("name", "index", "draft", "prompt", "label", "toxic")
+    }
+    pairs = {"prompt": LONGER, "chosen": [FOUR], "rejected": [FOUR], "response": "5", "input": 1}
+    assert parse_conversation(pairs, PLACE)[1] == {"rejected", "response", "input"}
+
+
+CHANGE_TRAINING = {  # a row, and the key that is refused
     "MiniMind's tools": ({"messages": [DICTS[0] | {"tools": "[{}]"}, *DICTS[1:]]}, "tools"),
     "tools beside the list": ({"messages": DICTS, "tools": [{"name": "f"}]}, "tools"),
+    "OpenAI's call of a tool": (
+        {"messages": [DICTS[1], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+        "tool_calls",
+    ),
+    "pictures": (PAIR | {"images": ["a.png"]}, "images"),
     "reasoning of a user": (
         {"messages": [DICTS[1] | {"reasoning_content": "why"}, DICTS[2]]},
         "reasoning_content",
@@ -122,29 +128,19 @@ DROPPED = {  # a row, and the key that may hold text or a mask
         {"messages": [DICTS[1], DICTS[2] | {"reasoning_content": {"a": 1}}]},
         "reasoning_content",
     ),
-    "other reasoning": ({"messages": [DICTS[1], DICTS[2] | {"thinking": "1, 2"}]}, "thinking"),
-    "any other text": ({"messages": [DICTS[1], DICTS[2] | {"draft": "maybe 3"}]}, "draft"),
-    "another mask": ({"messages": [DICTS[1], DICTS[2] | {"lossMask": 0}]}, "lossMask"),
     "a mask in a part": (
         {"messages": [DICTS[1], DICTS[2] | {"content": [PARTS[0] | {"train": False}]}]},
         "train",
     ),
     "a mask of the row": (PAIR | {"train": False}, "train"),
     "an answer that TRL's KTO calls bad": (PAIR | {"label": False}, "label"),
-    "a system prompt": (PAIR | {"system_prompt": "Use 2 digits."}, "system_prompt"),
-    "more than the system message": (
-        {"messages": DICTS[1:], "system": "Be brief.", "prompt": "Be brief. Be kind."},
-        "prompt",
-    ),
-    "a part of the question": (PAIR | {"input": "in binary"}, "input"),
-    "a context": ({"instruction": "1 + 1?", "output": "2", "context": "binary"}, "context"),
-    "an answer beside the list": ({"messages": DICTS, "response": "3"}, "response"),
-    "a list beside the list": ({"conversations": DICTS, "messages": [FOUR]}, "messages"),
     "history": ({"instruction": "1?", "output": "2", "history": [["a", "b"]]}, "history"),
 }
 WRONG = {
-    "a list of conversations under a key": ({"rows": [{"messages": DICTS}]}, 'in the list "rows"'),
-    **{what: (row, f'"{key}" is not understood') for what, (row, key) in DROPPED.items()},
+    **{
+        what: (row, f'"{key}" is not supported: remove it')
+        for what, (row, key) in CHANGE_TRAINING.items()
+    },
     "two system messages": ({"system": "be brief", "messages": DICTS}, "turn 2 has the role"),
     "none of the forms": ({"text": "a"}, '"prompt" and "completion", "chosen" or "response"'),
     "no list": ({"messages": "hello"}, "expected a list of {"),
@@ -156,15 +152,7 @@ WRONG = {
         {"conversations": FROM_VALUE[2:]},
         "turn 1 has the role 'assistant' instead of system or user",
     ),
-    "a tool": (messages("user", "tool"), "calls of tools are not supported"),
-    "ShareGPT's tool": (
-        {"conversations": [FROM_VALUE[1], {"from": "function_call", "value": "{}"}]},
-        "calls of tools are not supported",
-    ),
-    "OpenAI's call of a tool": (
-        {"messages": [DICTS[1], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
-        "calls of tools are not supported",
-    ),
+    "a tool": (messages("user", "tool"), "turn 2 has the role 'tool' instead of assistant"),
     "an unknown role": (messages("user", "robot"), "turn 2 has the role 'robot' instead of"),
     "a role that is a list": ({"messages": [{"role": [], "content": ""}]}, "expected a list of"),
     "a system message later": (messages("user", "system"), "turn 2 has the role 'system' instead"),
@@ -194,7 +182,10 @@ def test_an_invalid_conversation_is_refused_in_one_line_with_its_place(value, re
 def read(path: Path | str) -> list[tuple[str, list[Turn]]]:
     """Return the place of every conversation, relative to `path`, and its turns."""
     return [
-        (record.place.removeprefix(f"{path}/"), parse_conversation(load_json(record), record.place))
+        (
+            record.place.removeprefix(f"{path}/"),
+            parse_conversation(load_json(record), record.place)[0],
+        )
         for record in conversation_records(find_files(str(path), SUFFIXES))
     ]
 
@@ -233,7 +224,7 @@ def test_tables_and_files_without_conversations_are_refused(tmp_path):
     pq.write_table(pa.table({"messages": [DICTS, None]}), path)
     assert "a.parquet, row 2: no conversation" in error_of(read, tmp_path)
     pq.write_table(pa.table({"messages": [DICTS], "tools": ["[{}]"]}), path)
-    assert 'a.parquet, row 1: "tools" is not understood' in error_of(read, tmp_path)
+    assert 'a.parquet, row 1: "tools" is not supported' in error_of(read, tmp_path)
     path.rename(tmp_path / "a.txt")
     assert ".json.zst, .parquet" in error_of(read, tmp_path)
 

@@ -16,8 +16,8 @@ from test_tokenizer import NASTY
 from test_transformer import transformer
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, encode_conversation
-from lm.data.conversations import Turn
+from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE
+from lm.data.conversations import Turn, encode_conversation
 from lm.data.tokenizer import Tokenizer
 from lm.formats.portable import load_portable, save_portable
 from lm.formats.tokenizer_json import exported_jinja, is_ours

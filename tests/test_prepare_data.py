@@ -266,7 +266,7 @@ def test_overwrite_replaces_a_file_but_no_folder_with_other_contents(workplace, 
 
 
 def test_conversations_go_to_a_folder_of_their_own(workplace, packed, capsys):
-    rows = [{"prompt": f"{i} + {i}?", "response": f"{i + i}"} for i in range(60)]
+    rows = [{"prompt": f"{i} + {i}?", "response": f"{i + i}", "id": i % 2 or ""} for i in range(60)]
     Path("sums-of-two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--tokenizer", str(packed / "tokenizer.model"), "--val_fraction", "0.1"]
     main([*flags, "--conversations", "sums-of-two.jsonl", "--workers", "1"])
@@ -277,6 +277,7 @@ def test_conversations_go_to_a_folder_of_their_own(workplace, packed, capsys):
     assert first.startswith(f"out/data/sums-of-two-chat: {n_bytes / 1e3:.1f} kB of answers in")
     for line, part in zip(lines, (train, val), strict=False):
         assert line.endswith(f"{part['answers']['tokens']} of them in answers")
+    assert '  keys that are not read: "id" in 30 conversations' in lines
 
 
 SUMS = "--data sums.jsonl"

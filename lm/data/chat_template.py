@@ -17,7 +17,6 @@ import json
 import time
 from collections.abc import Iterable
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 import jinja2
@@ -26,7 +25,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lm.common.errors import UsageError
-from lm.data.conversations import ASSISTANT, Turn
+from lm.data.conversations import ASSISTANT, Turn, encode_conversation
 from lm.data.tokenizer import MARKERS_FILE, Tokenizer
 
 # A run folder has this file if its model was trained on conversations in this template.
@@ -40,28 +39,6 @@ PLAIN_JINJA = (
     f"{{% for message in messages %}}{JINJA_TURN}{{% endfor %}}"
     "{% if add_generation_prompt %}{{ bos_token + 'assistant\\n' }}{% endif %}"
 )
-
-
-def encode_conversation(
-    tokenizer: Tokenizer, turns: Iterable[Turn], where: str = ""
-) -> tuple[list[int], list[bool]]:
-    """Return the ids, and for each whether it is in the loss (answers that count, their </s>).
-    With `where`, raise UsageError, which begins with `where`, if the tokenizer changes a turn."""
-    turns = list(turns)
-    texts = [f"{turn.role}\n{turn.content}" for turn in turns]
-    prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])
-    ids, counts = [], []
-    for said, text in zip(texts, encoded, strict=True):
-        if where and (change := tokenizer.change(said, text)):
-            raise UsageError(f"{where}: {change}")
-    for turn, text in zip(turns, encoded, strict=True):
-        # A piece that holds the line end after the role and the start of the answer counts.
-        shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
-        n_counted = len(text) - len(list(shared)) + 1 if turn.counts else 0
-        ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]
-        counts += [False] * (len(text) + 2 - n_counted)
-        counts += [True] * n_counted + [False] * len(line_end)
-    return ids, counts
 
 
 def encode_chat_prompt(tokenizer: Tokenizer, turns: Iterable[Turn]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Read conversations in the formats of other projects.
+"""Read conversations in the formats of other projects, and mask all tokens that are no answer.
 
 Each conversation is one JSON object. Its keys determine the format:
 
@@ -13,9 +13,9 @@ In every format, "system" may hold the system message. Answers with "weight": 0,
 "train": false, and answers in a list under "prompt", do not count in the loss. The
 "reasoning_content" of an answer stands inside <think> before it, as in MiniMind's template. A
 content may be a list of parts {"type": "text", "text": "…"}. A prompt that begins with
-"\\n\\nHuman:" holds several turns, as in Dahoas/rm-static. "rejected" is not used. Other keys that
-may hold text or a mask are refused. The built-in conversations are made from the docstrings of
-Python's standard library.
+"\\n\\nHuman:" holds several turns, as in Dahoas/rm-static. Keys in REFUSED are errors. All
+other keys, such as "rejected", are not read, and preparation names them. The built-in conversations
+are made from the docstrings of Python's standard library.
 """
 
 import ast
@@ -27,35 +27,33 @@ import textwrap
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 from lm.common.errors import UsageError
 from lm.common.parser import is_text
-from lm.data.corpus import JSON, Record, advice_for_list, parquet_rows, read_records, suffix_of
+from lm.data.corpus import JSON, Record, parquet_rows, read_records, suffix_of
+from lm.data.tokenizer import Tokenizer
 
 SUFFIXES = (*JSON, ".parquet")
 ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
 SHAREGPT = {"human": USER, "gpt": ASSISTANT}
-TOOLS = ("tool", "function", "function_call", "observation")
 LISTS = ("conversations", "messages")
 ANSWERS = ("chosen", "response", "completion")
 ALPACA = ("instruction", "input", "output")
 KEYS = (*LISTS, "prompt", *ANSWERS, *ALPACA, SYSTEM)
+REASONING = "reasoning_content"
 MASKS = ("weight", "loss", "train")  # 0 or false in a message: it does not count in the loss
-OF_MESSAGE = ("role", "content", "from", "value", "reasoning_content", *MASKS)
-OF_PART = ("type", "text")  # keys of a part of a content
+OF_PART = ("type", "text")  # keys of a part of a content that are read
 EMPTY = (None, "", "[]", "{}", [], {})  # values of keys that a file has but does not use
-# Words in the names of keys that hold a mask, that hold text, and that only describe a message.
-MASK_WORDS = "ignore loss mask masked masks train trainable training weight weights".split()  # noqa: SIM905
-TEXT_WORDS = (  # noqa: SIM905
-    "audio audios context cot function functions history image images kwargs rationale reasoning "
-    "system think thinking thought thoughts tool tools video videos"
-).split()
-ABOUT_WORDS = (  # noqa: SIM905
-    "annotations category created date hash id ids index label labels lang language model name "
-    "rating score source status tag tags time timestamp topic type url"
-).split()
+# Keys that change what other programs train on: tools, media, more turns and texts, masks.
+REFUSED = {
+    *("tools", "tool_calls", "functions", "function_call"),
+    *("image", "images", "audio", "audios", "video", "videos"),
+    *("history", "context", "system_prompt", REASONING, "reasoning", "thinking"),
+    *("mask", "loss_mask", *MASKS),
+}
 # Limits of signatures and summaries in the built-in conversations, in characters.
 LONGEST_SIGNATURE = 120
 SUMMARY_LENGTHS = range(20, 301)
@@ -87,48 +85,39 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
             yield from read_records([path])
 
 
-def parse_conversation(value: dict, where: str) -> list[Turn]:
-    """Return the turns of a conversation. Raises UsageError, which begins with `where`, if the
-    format is unsupported, `check_turns` refuses the turns, an answer is empty, no answer counts in
-    the loss, or another key may hold a mask, or text that the turns do not hold."""
-    turns, used = _turns(value, where)
+def parse_conversation(value: dict, where: str) -> tuple[list[Turn], set[str]]:
+    """Return the turns of a conversation, and the names of its keys that are not read. Raises
+    UsageError, which begins with `where`, if the format is unsupported, `check_turns` refuses the
+    turns, an answer is empty, no answer counts in the loss, or a key is in REFUSED."""
+    turns, read = _turns(value, where)
     if value.get(SYSTEM):
         turns = [Turn(SYSTEM, value[SYSTEM]), *turns]
+    messages = [said for key in read if isinstance(value.get(key), list) for said in value[key]]
+    contents = [said[_names(said)[1]] for said in messages]
+    parts = [part for held in contents if isinstance(held, list) for part in held]
+    unread = _unread(value, (*read, SYSTEM), where).union(
+        *(_unread(said, _names(said), where) for said in messages),
+        *(_unread(part, OF_PART, where) for part in parts if isinstance(part, dict)),
+    )
     check_turns(turns, where)
     for number, turn in enumerate(turns, 1):
         if turn.role == ASSISTANT and not turn.content.strip():
             raise UsageError(f"{where}: turn {number} is an empty answer")
     if not any(turn.counts for turn in turns):
         raise UsageError(f"{where}: no answer of the assistant counts in the loss")
-    read = {key: value[key] for key in (*used, SYSTEM) if key in value}
-    for key, other in value.items():
-        if key not in read and matters(key, other) and not _is_copy(other, read, turns):
-            raise not_understood(key, where)
-    return turns
+    return turns, unread
 
 
-def words_of(key: str) -> set[str]:
-    """Split the name of a key: "train_on" and "trainOn" have the words "train" and "on"."""
-    return {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", key)}
-
-
-def matters(key: str, value: object) -> bool:
-    """Return True if a key of a conversation or message may hold text or a mask."""
-    words, is_number = words_of(key), isinstance(value, int | float)
-    if key == "label":
-        return value in (
-            False,
-            "False",
-            "false",
-        )  # in TRL's KTO: the model should not learn this answer
-    holds_text = (key in KEYS or words.intersection(TEXT_WORDS)) and not is_number
-    return value not in EMPTY and bool(words.intersection(MASK_WORDS) or holds_text)
-
-
-def not_understood(key: str, where: str) -> UsageError:
-    """Return the error for a key that may hold text or a mask, and is not understood."""
-    remedy = "remove it or rename it (docs/fine-tuning.md lists the keys)"
-    return UsageError(f'{where}: "{key}" is not understood: {remedy}')
+def _unread(held: dict, read: tuple[str, ...], where: str) -> set[str]:
+    """Return the keys of `held` that have a value and are not in `read`. Raises UsageError if one
+    of them is in REFUSED."""
+    unread = {key for key, value in held.items() if key not in read and value not in EMPTY}
+    # In TRL's KTO, a model should not learn an answer with the label false.
+    bad_label = {"label"} if held.get("label") is False else set()
+    for key in unread & (REFUSED | bad_label):
+        remedy = "remove it or rename it (docs/fine-tuning.md lists the keys)"
+        raise UsageError(f'{where}: "{key}" is not supported: {remedy}')
+    return unread
 
 
 def check_turns(turns: Iterable[Turn], where: str) -> None:
@@ -145,6 +134,28 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
         expected = (ASSISTANT,) if role == USER else (USER,)
 
 
+def encode_conversation(
+    tokenizer: Tokenizer, turns: Iterable[Turn], where: str = ""
+) -> tuple[list[int], list[bool]]:
+    """Return the ids, and for each whether it is in the loss (answers that count, their </s>).
+    With `where`, raise UsageError, which begins with `where`, if the tokenizer changes a turn."""
+    turns = list(turns)
+    texts = [f"{turn.role}\n{turn.content}" for turn in turns]
+    prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])
+    ids, counts = [], []
+    for said, text in zip(texts, encoded, strict=True):
+        if where and (change := tokenizer.change(said, text)):
+            raise UsageError(f"{where}: {change}")
+    for turn, text in zip(turns, encoded, strict=True):
+        # A piece that holds the line end after the role and the start of the answer counts.
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
+        n_counted = len(text) - len(list(shared)) + 1 if turn.counts else 0
+        ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]
+        counts += [False] * (len(text) + 2 - n_counted)
+        counts += [True] * n_counted + [False] * len(line_end)
+    return ids, counts
+
+
 def text_of(content: object) -> object:
     """Join a list of text parts, or return its first part that is not text. Keep other values."""
     with suppress(TypeError, KeyError):
@@ -159,75 +170,53 @@ def _shown(value: object) -> str:
 
 
 def _turns(value: dict, where: str) -> tuple[list[Turn], tuple[str, ...]]:
-    """Return the turns without the system message, and the keys that are read or left out."""
+    """Return the turns without the system message, and the keys that hold them."""
     # A Parquet row has null in the columns that it does not use.
     given = {key: value[key] for key in KEYS if value.get(key) is not None}
     for key in LISTS:
         if key in given:
             return _listed_turns(given[key], where), (key,)
-    answers = [given[key] for key in ANSWERS if key in given]
-    if "prompt" in given and answers and isinstance(answers[0], list):
-        prompt = [turn._replace(has_weight=False) for turn in _listed_turns(given["prompt"], where)]
-        return prompt + _listed_turns(answers[0], where), ("prompt", *ANSWERS)
-    if all(isinstance(text, str) for text in given.values()):
-        if "prompt" in given and answers:
-            return _turns_of_prompt(given["prompt"], answers[0]), ("prompt", *ANSWERS)
-        if "instruction" in given and "output" in given:
-            parts = (given["instruction"], given.get("input"))
-            question = "\n\n".join(part for part in parts if part)
-            return [Turn(USER, question), Turn(ASSISTANT, given["output"])], ALPACA
+    read = ("prompt", next((key for key in ANSWERS if key in given), ""))
+    prompt, answer = map(given.get, read)
+    if "prompt" in given and isinstance(answer, list):
+        before = [turn._replace(has_weight=False) for turn in _listed_turns(prompt, where)]
+        return before + _listed_turns(answer, where), read
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return _turns_of_prompt(prompt, answer), read
+    texts = [given.get(key, "") for key in ALPACA]
+    if {"instruction", "output"} <= {*given} and all(isinstance(text, str) for text in texts):
+        question = "\n\n".join(text for text in texts[:2] if text)
+        return [Turn(USER, question), Turn(ASSISTANT, texts[2])], ALPACA
     expected = (
         'expected "conversations", or "messages", or "prompt" and "completion", "chosen" or '
         '"response", or texts in "instruction" and "output"'
     )
-    others = {key: held for key, held in value.items() if key not in KEYS}
-    raise UsageError(f"{where}: no conversation: {advice_for_list(others) or expected}")
+    raise UsageError(f"{where}: no conversation: {expected}")
 
 
-def _listed_turns(turns: object, where: str) -> list[Turn]:
+def _listed_turns(messages: object, where: str) -> list[Turn]:
     with suppress(TypeError, KeyError, AttributeError):
-        if all(turn.get(mask) in (None, 0, 1) for turn in turns for mask in MASKS):
-            return [_turn(turn, f"{where}: turn {i}") for i, turn in enumerate(turns, 1)]
+        if all(said.get(mask) in (None, 0, 1) for said in messages for mask in MASKS):
+            return [_turn(said) for said in messages]
     form = 'a list of {"role", "content"} or {"from", "value"}, perhaps with "weight": 0 or 1'
-    raise UsageError(f"{where}: expected {form}, not {_shown(turns)}")
+    raise UsageError(f"{where}: expected {form}, not {_shown(messages)}")
 
 
-def _is_copy(other: object, read: dict, turns: list[Turn]) -> bool:
-    """Return True for a value that is read under another key, or a text that stands in a turn or
-    holds all texts that are read, as Alpaca's "prompt" may."""
-    if not isinstance(other, str):
-        return other in read.values()
-    texts = [text for text in read.values() if isinstance(text, str)]
-    holds_all = len(texts) > 1 and all(text.strip() in other for text in texts)
-    return holds_all or any(other.strip() in turn.content for turn in turns)
-
-
-def _turn(said: dict, where: str) -> Turn:
+def _names(message: dict) -> tuple[str, ...]:
+    """Return the keys of a message that are read: those of role and content, then others."""
     # In a Parquet file with both formats, the keys of the unused format are null.
-    keys = ("role", "content") if said.get("from") is None else ("from", "value")
-    role, content = (said[key] for key in keys)
-    calls = [said.get("tool_calls"), said.get("function_call")]
-    if role in TOOLS or any(call not in EMPTY for call in calls):
-        raise UsageError(f"{where}: calls of tools are not supported")
-    parts = [part for part in content if type(part) is dict] if isinstance(content, list) else []
-    for held, known in ((said, OF_MESSAGE), *((part, OF_PART) for part in parts)):
-        _require_read(held, known, where)
-    role, content = SHAREGPT.get(role, role), text_of(content)
-    if (thought := said.get("reasoning_content")) not in EMPTY:
-        if role != ASSISTANT or not is_text(thought):
-            raise not_understood("reasoning_content", where)
-        if is_text(content) and content.strip() and (thought := thought.strip("\n")):
-            content = f"<think>\n{thought}\n</think>\n\n" + content.lstrip("\n")
+    names = ("role", "content") if message.get("from") is None else ("from", "value")
+    reasons = message[names[0]] in (ASSISTANT, "gpt") and is_text(message.get(REASONING))
+    return (*names, *MASKS, *([REASONING] if reasons else []))
+
+
+def _turn(said: dict) -> Turn:
+    names = _names(said)
+    role, content = SHAREGPT.get(said[names[0]], said[names[0]]), text_of(said[names[1]])
+    thought = said[REASONING].strip("\n") if REASONING in names else ""
+    if thought and is_text(content) and content.strip():
+        content = f"<think>\n{thought}\n</think>\n\n" + content.lstrip("\n")
     return Turn(role, content, all(said.get(mask) != 0 for mask in MASKS))
-
-
-def _require_read(held: dict, known: tuple[str, ...], where: str) -> None:
-    """Raise UsageError for a key of a message that is not in `known`, unless it is empty, a number
-    that is no mask, or describes the message."""
-    for key, value in held.items():
-        describes = words_of(key).intersection(ABOUT_WORDS) or type(value) in (int, float)
-        if key not in known and (matters(key, value) or not (value in EMPTY or describes)):
-            raise not_understood(key, where)
 
 
 def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:

@@ -289,22 +289,12 @@ def parse(record: Record) -> str:
     if suffix_of(record.path) not in JSON:
         return decode(record)
     value = load_json(record)
-    if record.text_column not in value and (advice := advice_for_list(value)):
-        raise UsageError(f"{record.place}: {advice}")
     _known_columns(record.place, (record.text_column,), list(value))
     text = value[record.text_column]
     if not is_text(text):
         found = f'"{record.text_column}" must be a valid string, not {text!r:.40}'
         raise UsageError(f"{record.place}: {found}")
     return text
-
-
-def advice_for_list(value: dict) -> str:
-    """Say what to do with an object that holds the objects to read in a list; otherwise ""."""
-    for key, held in value.items():
-        if isinstance(held, list) and held and isinstance(held[0], dict):
-            return f'the objects stand in the list "{key}": write this list alone into the file'
-    return ""
 
 
 def decode(record: Record) -> str:

@@ -25,8 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.common.errors import UsageError
-from lm.data.chat_template import encode_conversation
-from lm.data.conversations import Turn, parse_conversation
+from lm.data.conversations import Turn, encode_conversation, parse_conversation
 from lm.data.corpus import Record, load_json, parse
 from lm.data.shards import TEXT, token_dtype
 from lm.data.tokenizer import Tokenizer, open_tokenizer
@@ -56,6 +55,7 @@ class Encoded(NamedTuple):
     bad: list[tuple[str, str]]  # file and message of each record that could not be read
     raw_bytes: int  # bytes of all records of the batch, before they are parsed
     marked: list[str]  # the first marker's name of each record whose text holds one
+    unread: list[str]  # keys of conversations that are not read, each once per conversation
 
 
 @lru_cache(maxsize=1)
@@ -77,15 +77,16 @@ def encode_batch(
     A text gets `segmentations` segmentations: the tokenizer's own, then random ones. With
     `markers`, names of markers in a text begin and end documents."""
     tokenizer = _loaded(path)
-    texts, documents, bad, marked = [], [], [], []
+    texts, documents, bad, marked, unread = [], [], [], [], []
     for record in batch:
         try:
             if kind == TEXT:
                 text = parse(record)
                 texts += [(record, part) for part in documents_in(text, markers)]
             else:
-                turns = parse_conversation(load_json(record), record.place)
+                turns, others = parse_conversation(load_json(record), record.place)
                 documents.append(_conversation(tokenizer, turns, record.place))
+                unread += others
                 text = "\n".join(turn.content for turn in turns)
             marked += [found[0]] if (found := MARKERS.search(text)) else []
         except UsageError as error:
@@ -97,7 +98,7 @@ def encode_batch(
             bad.append((record.path, f"{record.place}: {change}"))
         else:
             documents.append(_text(tokenizer, text, ids, segmentations))
-    return Encoded(documents, bad, sum(len(record.raw) for record in batch), marked)
+    return Encoded(documents, bad, sum(len(record.raw) for record in batch), marked, unread)
 
 
 def documents_in(text: str, markers: bool) -> list[str]:

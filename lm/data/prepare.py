@@ -9,6 +9,7 @@ import json
 import math
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -258,7 +259,7 @@ def _write_splits(
     holds for all documents, the first document is for training. The training split holds the first
     segmentation of all its documents, then the other segmentations."""
     train, resegmented, val = map(writer, ("train", "train-resegmented", "val"))
-    n_bad, first_bad, n_marked, first_marker = 0, None, 0, None
+    n_bad, first_bad, n_marked, first_marker, unread = 0, None, 0, None, Counter()
     waiting = []  # documents for validation before the first document for training
 
     def write(document: Document, split: ShardWriter) -> None:
@@ -271,6 +272,7 @@ def _write_splits(
             raise refuse(*encoded.bad[0])
         n_bad += len(encoded.bad)
         n_marked += len(encoded.marked)
+        unread.update(encoded.unread)
         first_marker = first_marker or next(iter(encoded.marked), None)
         first_bad = first_bad or next((problem for _, problem in encoded.bad), None)
         for document in encoded.documents:
@@ -293,6 +295,7 @@ def _write_splits(
         "first_bad_document": first_bad,
         "documents_with_markers": n_marked,
         "first_marker": first_marker,
+        "unread_keys": dict(sorted(unread.items())),
     }
 
 

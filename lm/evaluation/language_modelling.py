@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from lm.common.errors import UsageError
-from lm.data.chat_template import encode_conversation
-from lm.data.conversations import parse_conversation
+from lm.data.conversations import encode_conversation, parse_conversation
 from lm.data.corpus import Record, load_json, parse
 from lm.data.dataset import TokenStream
 from lm.data.encoding import MARKERS
@@ -60,7 +59,7 @@ def conversation_rows(
     Raises UsageError if a record is wrong.
     """
     for number, record in enumerate(records):
-        turns = parse_conversation(load_json(record), record.place)
+        turns, _ = parse_conversation(load_json(record), record.place)
         try:
             ids, is_answer = encode_conversation(tokenizer, turns, record.place)
         except UsageError:

@@ -9,8 +9,7 @@ import torch
 
 from lm.common.errors import UsageError
 from lm.common.parser import is_text
-from lm.data.chat_template import encode_conversation
-from lm.data.conversations import ASSISTANT, USER, Turn
+from lm.data.conversations import ASSISTANT, USER, Turn, encode_conversation
 from lm.data.corpus import Record, load_json
 from lm.data.tokenizer import Tokenizer
 from lm.evaluation.scoring import Row, ratio
