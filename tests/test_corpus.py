@@ -114,10 +114,6 @@ BAD_ARRAYS = {
     "not closed": (b'[{"text": "a"},', ", element 2: not a whole JSON object"),
     "two arrays": (b'[{"text": "a"}]\n[{"text": "b"}]', "more after the end of the array"),
     "too long": (b'[{"text": "' + b"a" * 9000 + b'"}]', "more than 4,096 characters"),
-    "an object that holds the list": (
-        b'{\n "version": 1, "data": [\n {"text": "a"}\n]}',
-        'object 1: the objects stand in the list "data": write',
-    ),
     "a long line": (jsonl("a", "a" * 5000), ", line 2: longer than 4,096 bytes"),
 }
 
@@ -175,6 +171,7 @@ SPLIT_FOLDERS = {
     "no word": {"train": ["contest.txt", "latest.txt", "my-test-notes.txt", "my-train-notes.txt"]},
     "another name": {"train": ["a-dev.txt", "b-train.txt", "b.txt", "dev.txt", "test_b.txt"]},
     "only a file for testing": {"train": ["other.txt", "test.txt"]},
+    "only two files for testing": {"train": ["test-0.txt", "test-1.txt"]},
 }
 
 
@@ -187,6 +184,13 @@ def test_files_for_validation_and_testing_are_found_by_their_names(tmp_path, exp
     assert relative == {"train": [], "val": [], "test": []} | expected
     assert find_files(str(tmp_path)) == found["train"] + found["val"]
     assert by_split(find_files(str(tmp_path))) == found | {"test": []}
+
+
+def test_a_folder_with_files_for_validation_and_testing_alone_is_refused_for_training(tmp_path):
+    paths = [str(write(tmp_path / name, b"")) for name in ("data/dev.csv", "data/test.csv")]
+    assert find_splits(str(tmp_path)) == {"train": [], "val": paths[:1], "test": paths[1:]}
+    said = error_of(find_files, str(tmp_path))
+    assert said.startswith(f"{tmp_path}: its files are for validation or testing")
 
 
 def test_links_are_followed_and_each_file_of_a_folder_is_read_once(tmp_path):
@@ -322,6 +326,17 @@ def test_the_header_of_a_csv_shows_its_delimiter(tmp_path, delimiter, start):
         csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows(rows)
     assert texts(path) == DOCUMENTS
     assert "no column 'body' (--text_column); it has 'id', 'text'" in one_line(path, "body")
+
+
+def test_a_first_line_may_name_the_delimiter_as_in_files_of_excel(tmp_path):
+    content = f"{BOM}sep=;\r\nid;text\r\n1;a, b, c\r\n2;d|e,f|g\r\n"
+    found = records(write(tmp_path / "a.csv", content.encode()))
+    assert [(r.position, parse(r)) for r in found] == [(3, "a, b, c"), (4, "d|e,f|g")]
+
+
+def test_fields_of_a_tsv_are_separated_by_tabs_alone(tmp_path):
+    path = write(tmp_path / "a.tsv", b'a,b,c\ttext\n1\tone; two\n2\t"three\tfour"\n')
+    assert texts(path) == ["one; two", "three\tfour"]
 
 
 def test_in_a_csv_of_one_column_every_delimiter_is_text(tmp_path):

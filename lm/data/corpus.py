@@ -3,7 +3,7 @@
 - `.jsonl`, `.json`, and these as `.gz` or `.zst`: each line, or each element of one array, is an
   object with the document under "text" (MiniMind's format) or under the key that --text_column
   names. See json_objects.py.
-- `.csv`, `.parquet`: each row is a document, in the column "text" or --text_column.
+- `.csv`, `.tsv`, `.parquet`: each row is a document, in the column "text" or --text_column.
 - `.txt`: the file is one document. A long file is cut at line ends into several documents.
 - a folder: all files of these kinds below it, in sorted order. Links are followed. Hidden files
   are left out. Files that are named train, validation and test are splits, see `by_split`.
@@ -23,7 +23,7 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from lm.data.json_objects import json_objects
 BUILTIN = "builtin"
 TEXT_COLUMN = "text"
 JSON = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
-SUFFIXES = (".txt", *JSON, ".csv", ".parquet")
+SUFFIXES = (".txt", *JSON, ".csv", ".tsv", ".parquet")
 # Files of a folder that describe a data set. Hugging Face's `datasets` does not read them either.
 ABOUT_DATA = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
 SECTION_BYTES = 16 * 1024  # bytes of the largest document of a .txt or .py, by default
@@ -44,6 +44,7 @@ BATCH_ROWS = 64  # rows of Parquet in memory at once
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.
 LONGEST_FIELD = 1 << 26  # characters
 DELIMITERS = (",", ";", "\t", "|")  # of a .csv; Excel writes semicolons in much of Europe
+SEPARATOR = re.compile(r"sep=(.)\s*")  # a first line with which Excel names the delimiter
 NO_DELIMITER = "\x1f"
 # Folders that are not part of the built-in text: tests, installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -91,8 +92,11 @@ def text_size(files: Iterable[str]) -> int:
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """Return the paths of a corpus, which is a file, a folder or "builtin". The files of a folder
     that are for testing are left out, see `by_split`. Raises UsageError if `source` does not exist
-    or has no file with one of the suffixes."""
+    or has no file for training with one of the suffixes."""
     splits = find_splits(source, suffixes)
+    if not splits["train"]:
+        found = f"{source}: its files are for validation or testing, by their names"
+        raise UsageError(f"{found}: pass one of them, or rename one")
     return splits["train"] + splits["val"]
 
 
@@ -121,13 +125,15 @@ def find_splits(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, 
 def by_split(files: list[str]) -> dict[str, list[str]]:
     """Divide the files of a folder into "train", "val" and "test" by the SPLIT_WORDS in the names
     of files or subfolders. A file is for validation or testing only if a file for training has the
-    same name apart from the word, the suffix and the number of the shard. All others train."""
+    same name apart from the word, the suffix and the number of the shard, or if there are only
+    files for validation and testing. All others train."""
     base = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
     named = {path: _split_of(Path(os.path.relpath(path, base))) for path in files}
     partners = {name for split, name in named.values() if split == "train"}
+    held_out = {split for split, _ in named.values()} == {"val", "test"}
     splits = {split: [] for split in SPLIT_WORDS}
     for path, (split, name) in named.items():
-        splits[split if name in partners else "train"].append(path)
+        splits[split if held_out or name in partners else "train"].append(path)
     return splits
 
 
@@ -164,7 +170,7 @@ def read_records(
     for path in files:
         suffix = suffix_of(path)
         try:
-            if suffix == ".csv":
+            if suffix in (".csv", ".tsv"):
                 yield from _csv_records(path, text_column)
             elif suffix == ".parquet":
                 for number, row in enumerate(parquet_rows(path, (text_column,)), 1):
@@ -209,15 +215,23 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_FIELD)
     # Invalid UTF-8 is kept here, so that `decode` can report its line number.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.DictReader(file, strict=True, delimiter=_delimiter(path, column))
-        decode(Record(path, 1, ",".join(rows.fieldnames or ()).encode(errors="surrogateescape")))
-        _known_columns(path, (column,), rows.fieldnames or [column])
+        header = file.readline()
+        named = SEPARATOR.fullmatch(header)  # then the header is the next line
+        rows = csv.DictReader(
+            file if named else chain([header], file),
+            strict=True,
+            delimiter=named[1] if named else _delimiter(path, header, column),
+        )
+        columns = rows.fieldnames or [column]
+        first = 1 if named else 0  # lines before the header
+        decode(Record(path, first + 1, ",".join(columns).encode(errors="surrogateescape")))
+        _known_columns(path, (column,), columns)
         while True:
             try:
                 row = next(rows, None)
             except csv.Error as error:  # only this row is wrong
                 problem = str(error).replace(f"'{NO_DELIMITER}'", "the line's end")
-                yield Record(path, rows.line_num, b"", f"cannot be read: {problem}")
+                yield Record(path, first + rows.line_num, b"", f"cannot be read: {problem}")
                 continue
             if row is None:
                 return
@@ -225,21 +239,16 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
             if None in row:  # the key of the fields that have no column
                 fault = "more fields than columns: put quotes around a text with commas"
             raw = (row[column] or "").encode(errors="surrogateescape")
-            yield Record(path, rows.line_num, raw, fault)
+            yield Record(path, first + rows.line_num, raw, fault)
 
 
-def _delimiter(path: str, column: str) -> str:
+def _delimiter(path: str, header: str, column: str) -> str:
     """Return the delimiter with which the header has the column, or else the most columns. In a
     file with a single column, a comma is text."""
-    headers = {}
-    for delimiter in DELIMITERS:
-        with (
-            open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
-            suppress(csv.Error),  # with a wrong delimiter
-        ):
-            headers[delimiter] = next(csv.reader(file, strict=True, delimiter=delimiter), [])
-    best = max(headers, key=lambda d: (column in headers[d], len(headers[d])), default=",")
-    return NO_DELIMITER if len(headers.get(best, "")) == 1 else best
+    known = "\t" if suffix_of(path) == ".tsv" else DELIMITERS
+    fields = {d: next(csv.reader([header], delimiter=d), []) for d in known}
+    best = max(fields, key=lambda d: (column in fields[d], len(fields[d])))
+    return best if len(fields[best]) > 1 else NO_DELIMITER
 
 
 def parquet_rows(
