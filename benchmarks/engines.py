@@ -41,7 +41,7 @@ from lm.common.errors import UsageError, one_line_errors, stop_in_order
 from lm.common.numbers import available_cores
 from lm.engine.engine import exit_rank
 from lm.engine.hardware import GIB, peak_memory_bytes
-from lm.engine.network import Network, step_time, traffic
+from lm.engine.network import Network, step_time
 from lm.engine.strategy import DDP, FILES
 from model import ConfigError
 
@@ -214,7 +214,6 @@ def take_steps(out: Path, steps: int, limit: float, flags: list[str]) -> None:
     libraries = peak_memory_bytes(torch.device("cpu"))
     task = OurStep(flags)
     engine, device = task.run.engine, task.device
-    strategy, work = engine.strategy, task.run.work
     device_name = DEVICE if limit else "lo"
     losses, seconds, limited, sent = [], [], [], 0
     for step in range(1, steps + 1 + (steps if limit else 0)):
@@ -238,15 +237,16 @@ def take_steps(out: Path, steps: int, limit: float, flags: list[str]) -> None:
         distributed.all_reduce(sent)
     computing = statistics.median(seconds[WARMUP:])
     network = Network(1, math.inf, 1e6 * limit or math.inf)
+    expected = step_time(engine.strategy, task.run.work, computing, network)
     on_cpu = device.type == "cpu"
     measured = {
         "engine": engine.name,
         "losses": losses,
         "seconds": computing,
         "limited": statistics.median(limited) if limited else None,
-        "limited_expected": step_time(strategy, work, computing, network).total,
+        "limited_expected": expected.total,
         "sent": sent.item() / engine.processes / (len(losses) - WARMUP),
-        "sent_expected": traffic(strategy, work).sent,
+        "sent_expected": expected.sent,
         "peak": engine.largest(peak_memory_bytes(device)),
         "peak_expected": task.expected.peak + (engine.largest(libraries) if on_cpu else 0),
     }

@@ -7,26 +7,20 @@ import pytest
 from test_memory import STRATEGIES, workload
 
 from lm.common.errors import UsageError
-from lm.engine.network import (
-    Network,
-    bytes_per_second,
-    most_processes,
-    shared_by,
-    step_time,
-    traffic,
-)
+from lm.engine.network import Network, bytes_per_second, step_time, traffic
+from lm.engine.plan import Plan
 
 
 def test_the_bytes_sent_equal_a_count_by_hand():
     n, sent = workload().shapes.num_parameters(), {}
     for name, strategy in STRATEGIES.items():
         work = workload(processes=4, accumulation_steps=3)
-        sent[name] = traffic(strategy, work).sent / (3 / 4 * n)
-        assert traffic(strategy, workload()).sent == 0  # one process sends nothing
+        sent[name] = sum(traffic(strategy, work)[:2]) / (3 / 4 * n)
+        assert traffic(strategy, workload())[:2] == (0, 0)  # one process sends nothing
     assert sent["ddp"] == pytest.approx(2 * 4, rel=1e-3)  # all-reduce (2) of 4 bytes
     assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)  # all-reduce, gather of 2 bytes
     assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)  # 3 micro-batches
-    once = traffic(replace(STRATEGIES["zero2"], coalesces=True), work).sent / (3 / 4 * n)
+    once = sum(traffic(replace(STRATEGIES["zero2"], coalesces=True), work)) / (3 / 4 * n)
     assert once == pytest.approx(2 * (2 + 1), rel=1e-3)
     # zero3.json keeps the weights of a small model gathered until backward; zero_infinity does not.
     assert sent["zero3"] == pytest.approx(2 * 3 * (1 + 1), rel=1e-3)
@@ -36,7 +30,7 @@ def test_the_bytes_sent_equal_a_count_by_hand():
 def test_offload_copies_gradients_and_weights_through_pcie():
     n, copied = workload().shapes.num_parameters(), {}
     for name in ("zero2", "zero2_offload", "zero3_offload"):
-        copied[name] = traffic(STRATEGIES[name], workload(processes=4, accumulation_steps=3)).copied
+        *_, copied[name] = traffic(STRATEGIES[name], workload(processes=4, accumulation_steps=3))
     assert copied["zero2"] == 0
     assert copied["zero2_offload"] == pytest.approx((4 + 2) * n / 4, rel=1e-3)
     # In each of 3 micro-batches: gradients in fp32 there and back, and weights once (see above).
@@ -58,9 +52,10 @@ def test_other_links_are_refused(text):
 
 
 def test_the_slowest_link_of_the_ring_decides():
-    network = Network(per_machine=8, link=100, between=50)
-    assert (network.rate(8), network.rate(16)) == (100, 50)
-    assert replace(network, between=800).rate(16) == 100
+    within, across = workload(processes=8), workload(processes=16)
+    for work, between, rate in ((within, 50, 100), (across, 50, 50), (across, 800, 100)):
+        time = step_time(STRATEGIES["ddp"], work, 1.0, Network(8, link=100, between=between))
+        assert time.sending == pytest.approx(time.sent / rate)
 
 
 def test_a_step_hides_what_the_engine_can_send_during_computing():
@@ -68,7 +63,7 @@ def test_a_step_hides_what_the_engine_can_send_during_computing():
     sent = {name: traffic(STRATEGIES[name], work) for name in ("ddp", "zero1", "zero2", "zero3")}
     rate = 1e6
     network = Network(2, rate, rate)
-    seconds = {name: each.sent / rate for name, each in sent.items()}
+    seconds = {name: sum(each) / rate for name, each in sent.items()}
     computing = 4 * seconds["ddp"]  # so the backward of a micro-batch has two thirds of the time
     found = {name: step_time(STRATEGIES[name], work, computing, network) for name in sent}
     for name, time in found.items():
@@ -76,7 +71,7 @@ def test_a_step_hides_what_the_engine_can_send_during_computing():
         assert time.lost == pytest.approx(1 - computing / time.total)
     assert found["ddp"].hidden == pytest.approx(2 / 3 * seconds["ddp"])
     assert found["zero1"].hidden == 0
-    assert found["zero2"].hidden == pytest.approx(sent["zero2"].gradients / rate)
+    assert found["zero2"].hidden == pytest.approx(sent["zero2"][0] / rate)
     assert found["zero3"].hidden == pytest.approx(seconds["zero3"])
     once = step_time(replace(STRATEGIES["zero2"], coalesces=True), work, computing, network)
     assert once.hidden == 0
@@ -94,17 +89,19 @@ def test_more_or_fewer_processes_share_the_global_batch():
         each = workload(processes=processes, accumulation_steps=micro_batches)
         alone = replace(strategy, coalesces=micro_batches > 1)
         expected = step_time(alone, each, 8 / processes, network)
-        assert shared_by(processes, strategy, work, 1.0, network, 2**40) == pytest.approx(expected)
+        plan = Plan(work=work, network=network, computing=1.0, memory=2**40)
+        assert plan.shared_by(processes, strategy) == pytest.approx(expected)
         if micro_batches > 1:
-            little = shared_by(processes, strategy, work, 1.0, network, memory=0)
+            little = replace(plan, memory=0).shared_by(processes, strategy)
             assert (little.sending > expected.sending) == (processes > 1)
 
 
 def test_the_most_processes_lose_less_than_a_tenth():
-    work, memory = workload(processes=1, accumulation_steps=8), 2**40
-    slow, fast = Network(2, 1e9, 1e4), Network(2, 1e9, math.inf)
-    assert most_processes(STRATEGIES["ddp"], work, 1.0, slow, memory) == 2  # one machine
+    work, slow = workload(processes=1, accumulation_steps=8), Network(2, 1e9, 1e4)
+    plan = Plan(work=work, network=slow, computing=1.0, memory=2**40)
+    assert plan.most_processes(STRATEGIES["ddp"]) == 2  # one machine
+    fast = Network(2, 1e9, math.inf)
     # As many as there are sequences:
-    assert most_processes(STRATEGIES["ddp"], work, 1.0, fast, memory) == 16
-    none = replace(fast, pcie=1e3)
-    assert most_processes(STRATEGIES["zero2_offload"], work, 1.0, none, memory) == 0
+    assert replace(plan, network=fast).most_processes(STRATEGIES["ddp"]) == 16
+    none = replace(plan, network=fast._replace(pcie=1e3))
+    assert none.most_processes(STRATEGIES["zero2_offload"]) == 0

@@ -46,15 +46,14 @@ def test_a_smaller_gpu_gets_another_engine_or_none(capsys):
     assert "No engine fits" in last(1)
 
 
-def test_the_ram_of_an_engine_that_offloads_is_named_and_must_be_there(capsys):
+def test_an_engine_whose_offloaded_tensors_do_not_fit_into_ram_is_not_taken(capsys):
     flags = "--dim 4096 --n_layers 32 --max_seq_len 1024 --batch_size 1 --num_processes 2"
     flags += " --gpu_memory 48 --device H100"
-    *_, advice, command, _, ram = page(capsys, flags)  # the RAM of another machine is unknown
+    *_, advice, command, _ = page(capsys, flags)  # the RAM of another machine is unknown
     assert "Take ZeRO-2, optimizer on the CPU" in advice
     assert command == "ENGINE=zero2_offload bash run_accelerate.sh"
-    assert float(ram.removeprefix("Its 2 processes need ").split()[0]) > 60
-    assert "Take ZeRO-2, optimizer on the CPU" in page(capsys, f"{flags} --ram 128")[-4]
-    assert "Take ZeRO-3, all on NVMe" in page(capsys, f"{flags} --ram 32")[-4]
+    assert "Take ZeRO-2, optimizer on the CPU" in page(capsys, f"{flags} --ram 128")[-3]
+    assert "Take ZeRO-3, all on NVMe" in page(capsys, f"{flags} --ram 32")[-3]
     assert "No engine fits" in page(capsys, f"{flags} --ram 0.1")[-1]
 
 
@@ -76,17 +75,8 @@ def test_flags_that_cannot_work_are_refused(refusal, flags, named):
 def test_hours_are_unknown_for_an_unknown_device_and_tokens_may_be_given(capsys):
     lines = page(capsys, "--dim 64 --n_layers 2 --tokens 1e6 --gpu_memory 8 --device Abacus")
     assert "0.001 billion tokens" in lines[0]
-    assert lines[14].split() == ["DDP", "0.00", "?", "0", "?", "?", "?", "?"]
+    assert lines[14].split() == ["DDP", "0.00", "0"]  # GB and seconds of sending
     assert "Hours are unknown for Abacus in bf16: pass a --device such as H100" in lines[-1]
-
-
-def test_the_advice_knows_the_network(capsys):
-    flags = f"{FLAGS.replace('processes 4', 'processes 16')} --batch_size 1 --accumulation_steps 1"
-    flags += " --gpu_memory 80 --device A100 --network 0.5"
-    *_, advice, command, faster, _ = page(capsys, flags)
-    assert "Take DDP" in advice
-    assert command == "ENGINE=ddp bash run_accelerate.sh"
-    assert "would take" in faster
 
 
 def test_one_gpu_is_planned_as_part_of_a_machine_of_eight(capsys):
@@ -96,12 +86,9 @@ def test_one_gpu_is_planned_as_part_of_a_machine_of_eight(capsys):
     lines = page(capsys, flags)
     assert "1 machine; nvlink4 in a machine, 0.001 between machines, pcie5 to RAM" in lines
     assert lines[14].split()[-1] == "8"  # DDP
-    assert not any("Twice the GPUs" in line for line in lines)
+    assert lines[-1] == "More than 8 GPUs would lose 10% of the time or have no sequence."
     alone = page(capsys, f"{flags} --num_machines 1")
-    assert alone[14].split()[-1] == "1"
-    assert "Twice the GPUs would take no less time: do not buy them." in alone
-    few = page(capsys, f"{flags} --batch_size 1 --accumulation_steps 1")
-    assert "Twice the GPUs need a larger global batch: it has too few sequences." in few
+    assert alone[-1].startswith("More than 1 GPU would lose")
 
 
 def test_machines_need_not_be_full(capsys):
@@ -112,13 +99,6 @@ def test_machines_need_not_be_full(capsys):
 def test_the_hours_of_an_engine_that_offloads_are_a_lower_bound(capsys):
     lines = page(capsys, f"{FLAGS} --gpu_memory 80 --device H100")
     assert ["≥" in line for line in lines[14:21]] == [False] * 4 + [True] * 3
-
-
-def test_fewer_gpus_are_advised_if_the_network_limits_the_run(capsys):
-    flags = "--dim 1024 --n_layers 32 --max_seq_len 1024 --batch_size 4 --accumulation_steps 2"
-    lines = page(capsys, f"{flags} --num_processes 16 --gpu_memory 80 --device H100")
-    advised = [line for line in lines if "the network limits this run" in line]
-    assert [line.split()[:2] for line in advised] == [["8", "GPUs"]]
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ on the CPU, and NVMe.
 docs/engines.md compares it with a simulated network and with published runs.
 """
 
-import math
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lm.common.errors import UsageError
-from lm.engine.memory import Workload, can_coalesce
+from lm.engine.memory import Workload
 from lm.engine.strategy import GPU, Strategy
 
 # GB/s in one direction, by the data sheet: of a GPU's link to the others of its machine, or of one
@@ -22,7 +20,11 @@ RATES = {"pcie4": 32, "pcie5": 64, "nvlink3": 300, "nvlink4": 450, "nvlink5": 90
 RATES |= {"ethernet25": 3.125, "ethernet100": 12.5, "infiniband200": 25, "infiniband400": 50}
 REACHED = 0.8
 BACKWARD = 2 / 3  # share of a micro-batch's time that its backward pass takes
-LOSS = 0.1  # share of the time that may be lost by sending, for `most_processes`
+# Words of a GPU's name → the link to the others of its machine, unless "PCIe" is another word.
+LINKS = {"A100": "nvlink3", "A800": "160", "H800": "160"}
+LINKS |= dict.fromkeys(("H100", "H200", "GH200"), "nvlink4")
+LINKS |= dict.fromkeys(("B200", "GB200"), "nvlink5")
+PCIE5 = {"H100", "H200", "GH200", "H800", "B200", "GB200"}  # other GPUs have PCIe 4
 
 
 def bytes_per_second(text: str) -> float:
@@ -39,8 +41,15 @@ def bytes_per_second(text: str) -> float:
     return 1e9 * rate
 
 
-@dataclass(frozen=True)
-class Network:
+def links_of(gpu: str) -> tuple[str, str]:
+    """Return the links of a GPU with this name: to the others of its machine, and to RAM."""
+    words = gpu.upper().replace("-", " ").split()
+    pcie = "pcie5" if PCIE5 & {*words} else "pcie4"
+    nvlink = [LINKS[word] for word in words if word in LINKS and "PCIE" not in words]
+    return (nvlink or [pcie])[0], pcie
+
+
+class Network(NamedTuple):
     """The links between processes, in bytes per second in one direction."""
 
     per_machine: int  # processes of a machine
@@ -48,29 +57,14 @@ class Network:
     between: float  # from a machine to the others
     pcie: float = 1e9 * REACHED * RATES["pcie4"]  # from a GPU to RAM
 
-    def rate(self, processes: int) -> float:
-        """Return the rate of a ring through so many processes."""
-        return min(self.link, self.between) if processes > self.per_machine else self.link
-
-
-class Traffic(NamedTuple):
-    """Bytes of one process in one optimizer step."""
-
-    gradients: float  # sent to other processes
-    weights: float  # sent to other processes
-    copied: float  # between its GPU and RAM
-
-    @property
-    def sent(self) -> float:
-        return self.gradients + self.weights
-
 
 class StepTime(NamedTuple):
-    """Seconds of one optimizer step."""
+    """Seconds of one optimizer step, and the bytes that a process sends in it."""
 
     computing: float
     sending: float  # with copies to and from RAM
     hidden: float  # the part of `sending` that passes while the GPU computes
+    sent: float  # bytes to other processes
 
     @property
     def total(self) -> float:
@@ -82,8 +76,9 @@ class StepTime(NamedTuple):
         return max(0, 1 - self.computing / self.total)
 
 
-def traffic(strategy: Strategy, work: Workload) -> Traffic:
-    """Return the bytes that a process sends and copies in an optimizer step.
+def traffic(strategy: Strategy, work: Workload) -> tuple[float, float, float]:
+    """Return the bytes that a process sends in an optimizer step for gradients and for weights, and
+    the bytes that it copies between its GPU and RAM.
 
     DDP, ZeRO-1 and 2 all-reduce gradients, ZeRO-3 scatters them. ZeRO-3, and ZeRO-2 without
     `coalesces`, do so in each micro-batch, the others once per step. ZeRO-1 and 2 gather weights
@@ -96,17 +91,16 @@ def traffic(strategy: Strategy, work: Workload) -> Traffic:
     micro_batches = work.args.accumulation_steps
     offloads = strategy.optimizer_on != GPU and not work.on_cpu
     if strategy.stage is None:
-        return Traffic(2 * ring * 4 * t, 0, 0)
+        return 2 * ring * 4 * t, 0, 0
     if strategy.stage < 3:
         every = micro_batches if strategy.stage == 2 and not strategy.coalesces else 1
-        copied = (4 + h) * t * share * offloads
-        return Traffic(2 * ring * h * t * every, ring * h * t, copied)
+        return 2 * ring * h * t * every, ring * h * t, (4 + h) * t * share * offloads
     gathered = h * micro_batches * (2 * n - min(n, strategy.reuse_distance // 2))
     scattered = h * micro_batches * t
     copied = 8 * t * micro_batches * share * offloads
     copied += gathered * share * (strategy.parameters_on != GPU and not work.on_cpu)
     scattered *= 2 if work.on_cpu else 1  # instead of a reduce-scatter, gloo runs an all-reduce
-    return Traffic(ring * scattered, ring * gathered, copied)
+    return ring * scattered, ring * gathered, copied
 
 
 def step_time(strategy: Strategy, work: Workload, computing: float, network: Network) -> StepTime:
@@ -115,41 +109,16 @@ def step_time(strategy: Strategy, work: Workload, computing: float, network: Net
     The hidden part is an assumption. DDP exchanges gradients during the last backward pass, ZeRO-2
     without `coalesces` during each backward pass, and ZeRO-3 sends during forward and backward. The
     other exchanges, and copies to RAM, follow the backward passes."""
-    sent, rate = traffic(strategy, work), network.rate(work.processes)
-    gradients, weights = sent.gradients / rate, sent.weights / rate
+    gradients, weights, copied = traffic(strategy, work)
+    within = work.processes <= network.per_machine
+    rate = network.link if within else min(network.link, network.between)
     if strategy.stage == 3:
-        hidden = min(gradients + weights, computing)
+        hidden = min((gradients + weights) / rate, computing)
     elif strategy.stage is None:
-        hidden = min(gradients, BACKWARD * computing / work.args.accumulation_steps)
+        hidden = min(gradients / rate, BACKWARD * computing / work.args.accumulation_steps)
+    elif strategy.stage == 2 and not strategy.coalesces:
+        hidden = min(gradients / rate, BACKWARD * computing)
     else:
-        overlaps = strategy.stage == 2 and not strategy.coalesces
-        hidden = min(gradients, BACKWARD * computing) * overlaps
-    return StepTime(computing, gradients + weights + sent.copied / network.pcie, hidden)
-
-
-def shared_by(
-    processes: int,
-    strategy: Strategy,
-    work: Workload,
-    computing: float,
-    network: Network,
-    memory: int,
-) -> StepTime:
-    """Return the time of a step if `processes` processes, each with `memory` bytes, share the
-    global batch of `work`, for which each process of `work` computes `computing` seconds."""
-    rows = math.ceil(work.args.global_batch(work.processes) / processes)  # sequences of a process
-    steps = math.ceil(rows / work.args.batch_size)
-    args = replace(work.args, batch_size=math.ceil(rows / steps), accumulation_steps=steps)
-    each = replace(work, args=args, processes=processes)
-    strategy = replace(strategy, coalesces=can_coalesce(strategy, each, memory))
-    return step_time(strategy, each, computing * work.processes / processes, network)
-
-
-def most_processes(
-    strategy: Strategy, work: Workload, computing: float, network: Network, memory: int
-) -> int:
-    """Return the largest power of two of processes that lose less than LOSS of their time when
-    they share the global batch, or 0. The arguments are those of `shared_by`."""
-    counts = [2**i for i in range(work.args.global_batch(work.processes).bit_length())]
-    times = {n: shared_by(n, strategy, work, computing, network, memory) for n in counts}
-    return max((n for n, time in times.items() if time.lost < LOSS), default=0)
+        hidden = 0
+    sent = gradients + weights
+    return StepTime(computing, sent / rate + copied / network.pcie, hidden, sent)
