@@ -77,8 +77,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def report(
     description: dict, options: PackingOptions, source: str, files: list[str], seconds: float
 ) -> str:
-    """Return size, speed, files of a folder, both splits, vocabulary, warnings, and the settings
-    chosen by default."""
+    """Return size, speed, files of a folder, both splits, vocabulary, warnings and settings."""
     splits, made_from = description["splits"], description["prepared_from"]
     ways = {"train": made_from["segmentations"], "val": 1}
     of_text = options.kind == TEXT
@@ -87,15 +86,7 @@ def report(
     speed = f"{size(n_bytes / seconds)}/s with --workers {options.workers}"
     lines = [f"{size(n_bytes)} of {kind} in {seconds:.1f} s ({speed})"]
     if Path(source).is_dir():
-        parts = find_splits(source, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
-        read = {os.path.realpath(path) for path in files}  # a file may have several names
-        others = {*all_files(source, hidden=True)} - {*parts["test"]}
-        ignored = sorted(path for path in others if os.path.realpath(path) not in read)
-        first = f", the first: {ignored[0]}" if ignored else ""
-        lines.append(f"  read {counted(len(files), 'files')}, ignored {len(ignored):,}{first}")
-        for name, role in (("val", "for validation"), ("test", "not read, for testing")):
-            if paths := parts[name]:
-                lines.append(f"  {role}: {counted(len(paths), 'files')}, the first: {paths[0]}")
+        lines += about_folder(source, files, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
     for name, split in splits.items():
         n, word = counted(split["documents"] // ways[name], documents).split()
         line = f"  {name:5} {n:>9} {word:{len(documents)}} {split['tokens']:>13,} tokens"
@@ -104,37 +95,45 @@ def report(
         lines.append(line)
     tokens = sum(split.get("answers", split)["tokens"] for split in splits.values())
     per_token = sum(split["bytes"] for split in splits.values()) / tokens
-    chosen, taken = defaults_for(files), []
     line = f"  vocabulary {description['vocab_size']:,}, {per_token:.2f} bytes per token"
-    low, high = chosen.bytes_per_token
+    low, high = defaults_for(files).bytes_per_token
     if of_text and options.vocab_size is None and per_token < FAR_OFF * low:
         line += f" (WARNING: usual are {low:g} to {high:g})"
     lines.append(line)
     if n_bad := description["bad_documents"]:
         bad = counted(n_bad, f"bad {documents}")
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
-    if (n_marked := description["documents_with_markers"]) and source != BUILTIN:
-        held = (
-            f"{counted(n_marked, documents)} with markers such as {description['first_marker']!r}"
-        )
+    if (marked := description["documents_with_markers"]) and source != BUILTIN:
+        held = ", ".join(f"{name!r} in {counted(n, documents)}" for name, n in marked.items())
         remedy = "--markers cuts there, PREPARE_FLAGS=--markers in front of run_accelerate.sh"
         remedy = remedy if of_text else "remove the markers, each turn gets its own"
-        lines.append(f"  cut {held}" if options.markers else f"  WARNING: {held} as text: {remedy}")
+        warning = f"  WARNING: markers as text: {held}: {remedy}"
+        lines.append(f"  cut at markers: {held}" if options.markers else warning)
     if unread := description["unread_keys"]:
         keys = ", ".join(f'"{key}" in {counted(n, documents)}' for key, n in unread.items())
         lines.append(f"  keys that are not read: {keys}")
-    own_val = by_split(files)["val"]
-    if (own_val or made_from["val_fraction"]) and not splits["val"]["documents"]:
+    share = made_from["val_fraction"]
+    if (share or by_split(files)["val"]) and not splits["val"]["documents"]:
         lines.append("  WARNING: no validation split: pass a larger --val_fraction, or more text")
-    if options.vocab_size is None and options.tokenizer is None:
-        taken.append("the size of the vocabulary (--vocab_size)")
-    if options.val_fraction is None and not own_val:
-        taken.append(f"{options.val_fraction_of(files):.0%} for validation (--val_fraction)")
-    if options.segmentations is None and chosen.segmentations > 1:
-        taken.append(f"{chosen.segmentations} ways to cut a document into pieces (--segmentations)")
+    chosen = f"  --val_fraction {share:g}, --segmentations {ways['train']}"
     if of_text and any(suffix_of(path) in UNSTRUCTURED for path in files):
-        taken.append(f"long files cut into documents of {chosen.section_bytes // 1024} KiB")
-    return "\n".join([*lines, f"  chosen by default: {', '.join(taken) or 'nothing'}"])
+        longest = defaults_for(files).section_bytes // 1024
+        chosen += f", long files cut into documents of {longest} KiB"
+    return "\n".join([*lines, chosen])
+
+
+def about_folder(folder: str, files: list[str], suffixes: tuple[str, ...]) -> list[str]:
+    """Return lines that count and name the files of a folder: read, ignored, of each split."""
+    splits = find_splits(folder, suffixes)
+    read = {os.path.realpath(path) for path in files}  # a file may have several names
+    others = {*all_files(folder, hidden=True)} - {*splits["test"]}
+    ignored = sorted(path for path in others if os.path.realpath(path) not in read)
+    first = f", the first: {ignored[0]}" if ignored else ""
+    lines = [f"  read {counted(len(files), 'files')}, ignored {len(ignored):,}{first}"]
+    for name, role in (("val", "for validation"), ("test", "not read, for testing")):
+        if paths := splits[name]:
+            lines.append(f"  {role}: {counted(len(paths), 'files')}, the first: {paths[0]}")
+    return lines
 
 
 @one_line_errors("prepare_data", UsageError, OSError)

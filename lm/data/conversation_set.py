@@ -57,14 +57,8 @@ class ConversationSet(TokenStream):
         return len(self._first)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64 (lengths[i],).
+        """Return (tokens, targets) of conversation i, both int64 (lengths[i],).
         Targets outside of answers are IGNORE_INDEX. Raises UsageError if the data are damaged."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"conversation {i} of {len(self)}")
-        return self.conversation(i)
-
-    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens and targets of a conversation, as `__getitem__` does."""
         answers = self._answers[self._first[i] : self._end[i]]
         begin = answers[0, 0]
         row = self.read(begin, int(self.lengths[i]) + 1)
@@ -96,14 +90,12 @@ class ConversationRows(ConversationSet):
         """Return (tokens, targets, starts), each int64 (seq_len,). Targets outside of answers are
         IGNORE_INDEX. `starts` has the first position of each position's conversation. Raises
         UsageError if the data are damaged."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
         tokens = torch.zeros(self.seq_len, dtype=torch.int64)
         targets, starts = torch.full_like(tokens, IGNORE_INDEX), torch.zeros_like(tokens)
-        at, (first, end) = 0, self._bounds[i : i + 2]
-        for number in self._packed[first:end]:
+        at = 0
+        for number in self._packed[self._bounds[i] : self._bounds[i + 1]]:
             place = slice(at, at + int(self.lengths[number]))
-            tokens[place], targets[place] = self.conversation(number)
+            tokens[place], targets[place] = super().__getitem__(number)
             starts[at:] = at
             at = place.stop
         starts[at:] = at

@@ -71,7 +71,7 @@ def hash_of(content: bytes, digest_size: int = 8) -> int:
 
 
 def encode_batch(
-    kind: str, path: str, segmentations: int, markers: bool, batch: list[Record]
+    kind: str, path: str, markers: bool, segmentations: int, batch: list[Record]
 ) -> Encoded:
     """Encode records of `kind`, text or conversations, with the tokenizer at `path`.
     A text gets `segmentations` segmentations: the tokenizer's own, then random ones. With

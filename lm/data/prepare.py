@@ -138,17 +138,16 @@ def prepare(
             sample, path = _sample(splits["train"], read, options), folder / TOKENIZER_FILE
             train_tokenizer(sample, size, path, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
-        ways = options.segmentations_of(files)
-        encode = partial(encode_batch, options.kind, tokenizer.path, ways, options.markers)
+        encode = partial(encode_batch, options.kind, tokenizer.path, options.markers)
         dtype = token_dtype(tokenizer.vocab_size)
-        check = partial(encode_batch, options.kind, tokenizer.path, 1, options.markers)
-        refuse = partial(refusal, read=read, count_bad=lambda records: len(check(records).bad))
         writer = partial(ShardWriter, folder, dtype=dtype, shard_tokens=SHARD_TOKENS)
+        ways = options.segmentations_of(files)
         batches = [
-            (share_for_val, encode_all(read(splits[name]), encode))
+            (share_for_val, encode_all(read(splits[name]), partial(encode, ways)))
             for name, share_for_val in (("train", share), ("val", 1))
             if splits[name]
         ]
+        refuse = partial(refusal, read=read, count_bad=lambda tried: len(encode(1, tried).bad))
         description = {
             "format": FORMAT,
             "kind": options.kind,
@@ -259,7 +258,7 @@ def _write_splits(
     holds for all documents, the first document is for training. The training split holds the first
     segmentation of all its documents, then the other segmentations."""
     train, resegmented, val = map(writer, ("train", "train-resegmented", "val"))
-    n_bad, first_bad, n_marked, first_marker, unread = 0, None, 0, None, Counter()
+    n_bad, first_bad, marked, unread = 0, None, Counter(), Counter()
     waiting = []  # documents for validation before the first document for training
 
     def write(document: Document, split: ShardWriter) -> None:
@@ -271,9 +270,8 @@ def _write_splits(
         if encoded.bad and not options.skip_bad_lines:
             raise refuse(*encoded.bad[0])
         n_bad += len(encoded.bad)
-        n_marked += len(encoded.marked)
+        marked.update(encoded.marked)
         unread.update(encoded.unread)
-        first_marker = first_marker or next(iter(encoded.marked), None)
         first_bad = first_bad or next((problem for _, problem in encoded.bad), None)
         for document in encoded.documents:
             if document.number / 2**64 < share:
@@ -293,8 +291,7 @@ def _write_splits(
         "splits": {"train": first | both | {"first_tokens": first["tokens"]}, "val": val.close()},
         "bad_documents": n_bad,
         "first_bad_document": first_bad,
-        "documents_with_markers": n_marked,
-        "first_marker": first_marker,
+        "documents_with_markers": dict(marked),
         "unread_keys": dict(sorted(unread.items())),
     }
 
