@@ -79,9 +79,8 @@ def test_a_row_is_a_conversation_up_to_its_last_answer_that_fits(tmp_path, seq_l
     assert dataset.lengths.tolist() == [len(tokens) for tokens, _ in rows]
     longer = [len(tokens) > seq_len + 1 for tokens, _ in conversations]
     assert dataset.n_cut == sum(longer) - dataset.n_left_out
-    for i in (-1, len(dataset)):
-        with pytest.raises(IndexError):
-            dataset[i]
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
 
 
 def test_data_without_an_answer_within_the_context_are_refused(tmp_path):
