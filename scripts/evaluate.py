@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from lm.common.errors import UsageError, one_line_errors
-from lm.common.launcher import join_tasks
 from lm.common.parser import OneLineParser
+from lm.common.tasks import join_tasks
 from lm.data.corpus import BUILTIN, SUFFIXES
 from scripts.model_flags import at_least_1
 

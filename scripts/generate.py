@@ -13,8 +13,8 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from functools import partial
 
 from lm.common.errors import UsageError, one_line_errors
-from lm.common.launcher import join_tasks
 from lm.common.parser import OneLineParser
+from lm.common.tasks import join_tasks
 from lm.inference.prompts import converse, read_prompts, say
 from scripts.model_flags import add_model_flags, at_least_1, load, sampling_of
 

@@ -5,10 +5,17 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, clean_environment
 
 from lm.common import errors
-from lm.common.errors import EXIT_CODE, UsageError, one_line_errors
+from lm.common.errors import (
+    EXIT_CODE,
+    LAUNCHER_ENDED,
+    MARKS,
+    UsageError,
+    end_with_launcher,
+    one_line_errors,
+)
 
 
 def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
@@ -137,3 +144,42 @@ def test_ctrl_c_during_the_imports_prints_one_line(tmp_path):
         text=True,
     )
     assert (ended.returncode, ended.stderr) == (130, "train_pretrain_accelerate: stopped\n")
+
+
+CHILD = """
+import lm.common, os, time
+parent = os.getppid()
+print("ready", flush=True)
+while os.getppid() == parent:
+    time.sleep(0.01)
+time.sleep(0.3)
+print("lives on", flush=True)
+"""
+LAUNCH = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {CHILD!r}])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can send this signal")
+@pytest.mark.parametrize("mark", [*MARKS, "RANK", "ACCELERATE_MIXED_PRECISION"])
+def test_a_process_ends_with_its_launcher_but_not_with_its_shell(mark):
+    """RANK and the precision may be set by a user whose shell starts the program."""
+    environ = {k: v for k, v in clean_environment().items() if k not in MARKS} | {mark: "1"}
+    start = {"cwd": REPOSITORY, "env": environ, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", LAUNCH], **start) as parent:
+        assert parent.stdout.readline() == "ready\n"
+        parent.kill()
+        assert parent.stdout.read() == ("" if mark in MARKS else "lives on\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can send this signal")
+def test_a_launcher_that_has_just_ended_is_noticed(monkeypatch):
+    parents, raised = iter([7, 1]), []
+    monkeypatch.setenv(MARKS[0], "1")
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    monkeypatch.setattr(errors.ctypes, "CDLL", lambda name: errors)
+    monkeypatch.setattr(errors, "prctl", lambda *_: None, raising=False)
+    end_with_launcher()
+    assert raised == [LAUNCHER_ENDED]

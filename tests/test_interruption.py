@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from lm.common.launcher import LAUNCHER_ENDED
+from lm.common.errors import LAUNCHER_ENDED
 from lm.engine.engine import Engine, exit_rank
 from lm.training import interruption
 from lm.training.interruption import SIGNALS, StopRequest, end_stopped, how_to_resume, python

@@ -29,12 +29,6 @@ def test_bytes_that_are_not_utf8_are_not_text():
     assert not is_text(b"a\xff".decode("utf-8", "surrogateescape"))
 
 
-@pytest.mark.parametrize("typed", ["--local_rank=0", "--local-rank=1"])
-def test_a_program_that_deepspeeds_launcher_cannot_start_names_the_launcher_that_can(typed):
-    with pytest.raises(UsageError, match="use accelerate launch --use_deepspeed --deepspeed_con"):
-        parser().parse_args([typed])
-
-
 def test_a_text_may_begin_with_a_dash_but_a_flag_is_never_taken_for_a_text():
     made = parser()
     made.add_argument("--prompt", action="append", help="text")

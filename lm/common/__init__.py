@@ -5,8 +5,7 @@ import locale
 import sys
 from contextlib import suppress
 
-from lm.common.errors import end_in_one_line
-from lm.common.launcher import end_with_launcher
+from lm.common.errors import end_in_one_line, end_with_launcher
 
 # Early: Ctrl-C may come, and a launcher may end, while torch is imported.
 sys.excepthook = end_in_one_line

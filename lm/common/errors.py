@@ -1,5 +1,6 @@
-"""Errors for the user: a program ends with one line and exit code 2, without a traceback."""
+"""Errors and signals: a program ends with one line and an exit code, without a traceback."""
 
+import ctypes
 import errno
 import os
 import select
@@ -12,6 +13,10 @@ from pathlib import Path
 
 EXIT_CODE = 2
 STDOUT = 1  # file descriptor
+# Variables that only a launcher sets: torchrun, accelerate launch, deepspeed, run_accelerate.sh.
+MARKS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE", "LOCAL_SIZE", "RESUME_WITH")
+LAUNCHER_ENDED = signal.SIGUSR2  # it ends a process that does not handle it
+PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 
 
 class UsageError(ValueError):
@@ -67,6 +72,16 @@ def stop_in_order() -> None:
     handle((signal.SIGTERM, signal.SIGHUP), lambda number, _: sys.exit(128 + number))
     # Without this, a program that a shell starts in the background ignores SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_with_launcher() -> None:
+    """Let Linux send LAUNCHER_ENDED to this process when its launcher ends, for example by SIGKILL.
+    A process that no launcher has started goes on when its parent, such as a shell, ends."""
+    if sys.platform == "linux" and any(mark in os.environ for mark in MARKS):
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_ENDED)
+        if os.getppid() != launcher:  # it ended before the call
+            signal.raise_signal(LAUNCHER_ENDED)
 
 
 def _nobody_reads() -> bool:

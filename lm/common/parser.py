@@ -36,9 +36,6 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
-        if "arguments: --local_rank" in message or "arguments: --local-rank" in message:
-            launch = "accelerate launch --use_deepspeed --deepspeed_config_file FILE"
-            raise UsageError(f"for this program, use {launch} instead of deepspeed's launcher")
         if flag := re.fullmatch("argument (--\\w+): expected one argument", message):
             raise UsageError(f"{message} (a value that begins with a dash: {flag[1]}=VALUE)")
         raise UsageError(f"{message} (see --help)")

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lm.common.errors import EXIT_CODE
-from lm.common.launcher import forget_tasks
+from lm.common.tasks import forget_tasks
 from lm.training.interruption import STOP_NOTE, how_to_resume
 
 

@@ -16,8 +16,8 @@ from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from lm.common.errors import UsageError, one_line_errors
-from lm.common.launcher import forget_tasks, starter_of_tasks
 from lm.common.numbers import available_cores, counted, size
+from lm.common.tasks import forget_tasks, starter_of_tasks
 from lm.data.conversations import SUFFIXES as CHAT_SUFFIXES
 from lm.data.corpus import BUILTIN, SUFFIXES, find_files, text_size
 from lm.engine.engine import OTHER_ENGINES, check_precision, deepspeed_plugin, set_launch_variables

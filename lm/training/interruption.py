@@ -11,8 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lm.common.errors import handle
-from lm.common.launcher import LAUNCHER_ENDED
+from lm.common.errors import LAUNCHER_ENDED, handle
 from lm.engine.engine import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, LAUNCHER_ENDED)

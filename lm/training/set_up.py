@@ -14,7 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from lm.common.errors import UsageError, one_line_errors
-from lm.common.launcher import join_tasks
+from lm.common.tasks import join_tasks
 from lm.engine.agreement import on_every_process, on_main_process
 from lm.engine.engine import Engine, build_engines, exit_rank
 from lm.storage.checkpoint import write_base

@@ -1,16 +1,9 @@
-"""Read what the launcher of this process has set, and notice its end."""
+"""The variables with which srun, mpirun or a platform starts several tasks of one program."""
 
-import ctypes
 import os
-import signal
-import sys
 
 from lm.common.errors import UsageError
 
-# Variables that only a launcher sets: torchrun, accelerate launch, deepspeed, run_accelerate.sh.
-MARKS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE", "LOCAL_SIZE", "RESUME_WITH")
-LAUNCHER_ENDED = signal.SIGUSR2  # it ends a process that does not handle it
-PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's names
 OF_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 # What starts a process per task → the names that it gives to RANKS.
@@ -21,16 +14,6 @@ TASKS = {
     "mpirun_rsh": tuple(f"MV2_COMM_WORLD_{name}" for name in OF_MPI),  # MVAPICH
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-
-
-def end_with_launcher() -> None:
-    """Let Linux send LAUNCHER_ENDED to this process when its launcher ends, for example by SIGKILL.
-    A process that no launcher has started goes on when its parent, such as a shell, ends."""
-    if sys.platform == "linux" and any(mark in os.environ for mark in MARKS):
-        launcher = os.getppid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_ENDED)
-        if os.getppid() != launcher:  # it ended before the call
-            signal.raise_signal(LAUNCHER_ENDED)
 
 
 def starter_of_tasks() -> str | None:
