@@ -25,9 +25,9 @@ from lm.storage.folder import RunFolder, claim, step_of
 from lm.training.arguments import TrainingArguments, as_words, build_parser
 from lm.training.build import random_state, restore_random
 from lm.training.interruption import end_stopped, how_to_resume
-from lm.training.rates import FROM_WEIGHTS
 from lm.training.resume import decided_arguments
 from lm.training.run import Run
+from lm.training.schedule import FROM_WEIGHTS
 from lm.training.set_up import run_program, select_engine, set_up_together
 from model.config import setting
 

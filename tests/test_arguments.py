@@ -127,23 +127,9 @@ def test_fine_tuning_flags_that_are_wrong_or_contradict_each_other_are_refused(f
     assert says in error_of(lambda: prepared_data(SFTArguments(**flags), start, None, None))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_new_model_has_rates_by_its_width_and_existing_weights_small_ones(optimizer):
-    def rates(flags: str) -> tuple[float, float, float]:
-        args, _ = parse_arguments(["--optimizer", optimizer, *flags.split()])
-        return args.learning_rate, args.embedding_lr_factor, args.output_lr_factor
-
-    by_width = [rates(f"--dim {dim} --no-tie_embeddings")[0] for dim in (64, 128, 256, 512)]
-    assert by_width == sorted(set(by_width), reverse=True)
-    untied, tied = {"adamw": (10, 4), "muon": (3, 0.5)}, {"adamw": (10, 1), "muon": (1, 1)}
-    assert rates("--no-tie_embeddings")[1:] == untied[optimizer]
-    assert rates("--tie_embeddings")[1:] == tied[optimizer]
-    assert rates("--init_from auto") == (5e-4, 1, 1)
-    assert rates("--learning_rate 0.1 --no-tie_embeddings") == (0.1, 1, 1)  # as it was typed
-    assert rates("--embedding_lr_factor 2 --no-tie_embeddings")[1:] == (2, untied[optimizer][1])
-
-    warmups = [
-        parse_arguments(flags.split())[0].warmup_fraction
-        for flags in (f"--optimizer {optimizer}", "--learning_rate 0.1", "--init_from auto")
-    ]
-    assert warmups == [0.25 if optimizer == "adamw" else 0.05, 0.05, 0.05]
+@pytest.mark.parametrize(
+    ("flag", "n"), [("epochs 3", 38), ("epochs 4", 50), ("max_steps 5", 5), ("max_steps 99", 99)]
+)
+def test_the_steps_of_the_epochs_are_rounded_up_and_max_steps_replaces_them(flag, n):
+    args, _ = parse_arguments(f"--{flag} --batch_size 2 --accumulation_steps 2".split())
+    assert args.total_steps(n_samples=100, processes=2) == n

@@ -13,7 +13,7 @@ from lm.storage.checkpoint import damage, read_state, write_checkpoint
 from lm.storage.folder import RunFolder, step_of
 from lm.training import checkpoint_writer
 from lm.training.checkpoint_writer import Checkpointer, load_checkpoint
-from lm.training.log import LossMeter
+from lm.training.loss_meter import LossMeter
 from model import ConfigError, LMConfig
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)

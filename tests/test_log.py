@@ -12,7 +12,8 @@ import torch
 from lm.storage.folder import RunFolder
 from lm.training import log as log_module
 from lm.training.arguments import TrainingArguments
-from lm.training.log import LossMeter, TrainingLog
+from lm.training.log import TrainingLog
+from lm.training.loss_meter import LossMeter
 from lm.training.resume import StartingPoint
 from model import LMConfig
 

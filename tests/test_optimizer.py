@@ -1,10 +1,8 @@
 """The learning rate, parameter groups, and Muon: its formula, and its updates of partitions."""
 
 import dataclasses
-import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +11,11 @@ from accelerate.utils import DummyOptim
 from test_partition import divided
 from torch import nn
 
-from lm.common.errors import UsageError
 from lm.engine.engine import Engine
 from lm.training import optimizer as module
-from lm.training.arguments import TrainingArguments, parse_arguments
+from lm.training.arguments import TrainingArguments
 from lm.training.optimizer import (
-    MAX_DEFAULT_WARMUP,
     NEWTON_SCHULZ,
-    LearningRate,
     Muon,
     build_optimizer,
     parameter_groups,
@@ -29,85 +24,8 @@ from model import LMConfig, Transformer
 
 ARGS = TrainingArguments(learning_rate=3e-4, weight_decay=0.2, beta1=0.8, beta2=0.9)
 MUON = dataclasses.replace(ARGS, optimizer="muon", muon_learning_rate=0.03, muon_momentum=0.7)
-PEAK = 4e-4
 SHAPES = [(16, 16), (32, 16), (16, 32), (16, 16), (8, 32), (3, 16, 8), (32, 16)]
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
-SCHEDULES = ["cosine", "linear", "constant", "wsd"]
-
-
-def rates(schedule: str, total: int = 100, warmup: int = 10, **settings) -> list[float]:
-    """Return the learning rates by step. Steps count from 1; index 0 is nan."""
-    settings |= {"lr_schedule": schedule, "learning_rate": PEAK, "warmup_steps": warmup}
-    rate = LearningRate(TrainingArguments(**settings), total)
-    return [math.nan, *(rate(step) for step in range(1, total + 1))]
-
-
-def test_cosine_equals_its_formula():
-    found = rates("cosine", 50, 5, min_lr_ratio=0.2)
-    for step in range(6, 51):
-        wave = 0.5 * (1 + math.cos(math.pi * (step - 5) / 45))
-        assert found[step] == pytest.approx(PEAK * (0.2 + 0.8 * wave))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "decay_fraction", "start"),
-    [
-        ("linear", 0.2, 10),
-        ("wsd", 0.2, 80),
-        ("wsd", 1.0, 10),
-        ("wsd", 0.0, 100),
-        ("constant", 1, 100),
-    ],
-)
-def test_other_schedules_stay_at_the_peak_and_then_fall_linearly(schedule, decay_fraction, start):
-    found = rates(schedule, decay_fraction=decay_fraction)
-    assert set(found[10 : start + 1]) == {PEAK}
-    falls = [a - b for a, b in pairwise(found[start:])]
-    assert falls == pytest.approx([PEAK * 0.9 / max(1, 100 - start)] * (100 - start))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("total", [1, 3, 999])
-@pytest.mark.parametrize("share", [0, 0.05, 1])
-def test_the_rate_rises_linearly_to_the_peak_and_never_rises_again(schedule, total, share):
-    warmup = int(total * share)
-    found = rates(schedule, total, warmup)[1:]
-    assert 0 < min(found) <= max(found) <= PEAK
-    rising, falling = found[:warmup], found[max(0, warmup - 1) :]
-    assert rising == pytest.approx([PEAK * i / warmup for i in range(1, len(rising) + 1)])
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(falling))
-    assert min(falling, default=PEAK) >= PEAK / 10 * (1 - 1e-12)
-
-
-def from_flags(typed: str, total_steps: int) -> LearningRate:
-    return LearningRate(parse_arguments(typed.split())[0], total_steps)
-
-
-def test_flags_set_the_schedule():
-    flags = (
-        "--learning_rate 3e-3 --lr_schedule wsd --warmup_steps 7 --min_lr_ratio 0.5 "
-        "--decay_fraction 0.3"
-    )
-    rate = from_flags(flags, 100)
-    assert [rate(step) for step in (1, 7, 70)] == pytest.approx([3e-3 / 7, 3e-3, 3e-3])
-    assert [rate(step) for step in (85, 100)] == pytest.approx([0.75 * 3e-3, 0.5 * 3e-3])
-    assert from_flags("", 100).schedule == "cosine"
-    for total, warmup in ((3, 0), (4, 1), (60, 15), (10**6, MAX_DEFAULT_WARMUP)):  # 25%, limited
-        assert from_flags("", total).warmup_steps == warmup
-    for total in range(1, 2000):  # 5%
-        assert from_flags("--learning_rate 1e-3", total).warmup_steps == total // 20
-    for warmup in (0, 10):
-        assert from_flags(f"--warmup_steps {warmup}", 10).warmup_steps == warmup
-    with pytest.raises(UsageError, match="--warmup_steps 11: the whole run has 10 steps"):
-        from_flags("--warmup_steps 11", 10)
-
-
-@pytest.mark.parametrize(
-    ("flag", "n"), [("epochs 3", 38), ("epochs 4", 50), ("max_steps 5", 5), ("max_steps 99", 99)]
-)
-def test_the_steps_of_the_epochs_are_rounded_up_and_max_steps_replaces_them(flag, n):
-    args, _ = parse_arguments(f"--{flag} --batch_size 2 --accumulation_steps 2".split())
-    assert args.total_steps(n_samples=100, processes=2) == n
 
 
 def tiny(**settings) -> Transformer:

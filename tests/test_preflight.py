@@ -31,8 +31,8 @@ from lm.training import measurement
 from lm.training.arguments import build_parser, parse_arguments
 from lm.training.inputs import shapes_of
 from lm.training.measurement import Measured
-from lm.training.rates import FROM_WEIGHTS
 from lm.training.resume import run_identity
+from lm.training.schedule import FROM_WEIGHTS
 from model import ConfigError, LMConfig, Transformer
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from lm.common.errors import TooLittleMemoryError
-from lm.launch.optimizer_flags import MOST_FOR_RATE, optimizer_flags, repetition_flags, token_noise
+from lm.launch.optimizer_flags import repetition_flags, token_noise
 from lm.launch.recipe import (
-    BATCH,
     EVALUATIONS,
     LEAST_SAMPLES,
     LEAST_STEPS,
@@ -257,11 +256,3 @@ def test_repeated_text_has_more_weight_decay():
 
 def test_noise_grows_with_the_passes_over_a_text_in_segmentations():
     assert [token_noise(passes) for passes in (1.5, 6, 15, 30)] == [0.01, 0.04, 0.1, 0.1]
-
-
-def test_the_rate_beside_muon_grows_with_the_root_of_the_batch_within_limits():
-    model = Candidate(shape_settings(8, 512, {}), 26e6, 0, 512, 64)
-    batches = (1, BATCH, 4 * BATCH, MOST_FOR_RATE, 10 * MOST_FOR_RATE)
-    rates = [optimizer_flags(model, True, batch)["learning_rate"] for batch in batches]
-    assert rates == [0.015, 0.015, 0.03, 0.042, 0.042]
-    assert len({optimizer_flags(model, False, batch)["learning_rate"] for batch in batches}) == 1

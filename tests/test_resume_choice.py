@@ -22,7 +22,6 @@ from lm.training.arguments import (
     build_parser,
 )
 from lm.training.inputs import choose_sources, shapes_of
-from lm.training.rates import FROM_WEIGHTS, default_rates
 from lm.training.resume import (
     StartingPoint,
     changes_since_stop,
@@ -35,6 +34,7 @@ from lm.training.resume import (
     settings_of,
     write_settings,
 )
+from lm.training.schedule import FROM_WEIGHTS, default_rates
 from model import LMConfig
 
 NOW = 1.7e9

@@ -11,7 +11,7 @@ import train_several_accelerate as several
 from lm.common.errors import UsageError
 from lm.storage.folder import RunFolder
 from lm.training.arguments import TrainingArguments, build_parser, parse_arguments
-from lm.training.rates import default_rates
+from lm.training.schedule import default_rates
 from lm.training.set_up import require_the_same_batches
 from model import ConfigError, LMConfig
 from train_several_accelerate import Runs, SeveralArguments, read_models, resumed_together

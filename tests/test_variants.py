@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import trained, variants
 from lm.common.errors import UsageError
-from lm.training.rates import default_rates
+from lm.training.schedule import default_rates
 
 
 def test_the_smallest_difference_that_seeds_show_is_that_of_a_paired_t_test():

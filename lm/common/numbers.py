@@ -50,3 +50,8 @@ def progress_bar(total: int | None, desc: str, unit: str, scale: bool = False, *
     wait = 0.1 if sys.stderr.isatty() else 60  # seconds
     options |= {"delay": wait, "mininterval": wait, "maxinterval": wait, "dynamic_ncols": True}
     return tqdm(total=total, desc=desc, unit=unit, unit_scale=scale, **options)
+
+
+def rounded(value: float) -> float:
+    """Round to two significant digits."""
+    return float(f"{value:.2g}")

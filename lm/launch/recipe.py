@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from lm.common.errors import TooLittleMemoryError
 from lm.common.numbers import counted
+from lm.training.schedule import BATCH
 from model import LMConfig
 
 # The shapes to choose from, in order of increasing size: n_layers, dim.
@@ -23,10 +24,10 @@ SHAPES = (
 TOKENS, TOKENS_PER_PARAMETER, RISE, MOST_PER_PARAMETER = 7e6, 3.9, 0.286, 20
 COUNTED_PIECES = 4096  # of the output layer
 WITH_TEACHER = 2  # a student's token counts as so many when the shape is chosen
-# A batch of 4,096 tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
+# A batch of BATCH tokens suits a run of up to 5 million tokens. In a longer run it doubles when the
 # tokens grow fourfold. It is smaller if the run would have fewer than LEAST_STEPS steps, unless a
 # smaller batch is so slow that the run would train fewer than NEARLY times as many tokens.
-BATCH, BATCH_UNTIL, BATCH_RISE, LEAST_STEPS, NEARLY = 4096, 5e6, 0.5, 200, 0.9
+BATCH_UNTIL, BATCH_RISE, LEAST_STEPS, NEARLY = 5e6, 0.5, 200, 0.9
 # A run validates EVALUATIONS times. All validations together take at most VALIDATION_SHARE of the
 # time: they read fewer sequences, and if these would be fewer than LEAST_SAMPLES, there are fewer.
 EVALUATIONS, VALIDATION_SHARE, LEAST_SAMPLES = 4, 0.1, 64

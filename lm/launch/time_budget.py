@@ -17,7 +17,6 @@ from lm.engine.strategy import strategy_of
 from lm.launch import recipe
 from lm.launch.optimizer_flags import (
     SAMPLED_SHARE,
-    fine_tuning_rate,
     loss_flags,
     optimizer_flags,
     repetition_flags,
@@ -26,7 +25,7 @@ from lm.launch.optimizer_flags import (
 from lm.launch.shell_variables import ShellVariables
 from lm.launch.speed import SpeedMeter
 from lm.training.inputs import Inputs, shapes_of
-from lm.training.rates import FROM_WEIGHTS
+from lm.training.schedule import FROM_WEIGHTS, fine_tuning_rate
 from model import ConfigError, LMConfig
 
 # Starting the processes, and then writing the results, take about so many times as long as loading

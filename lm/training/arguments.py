@@ -16,7 +16,7 @@ from lm.data.conversation_set import ConversationSet
 from lm.data.dataset import PackedDataset, TokenStream
 from lm.data.shards import read_description
 from lm.storage.find import DISTILLATION, PRETRAINING
-from lm.training.rates import FROM_WEIGHTS, default_rates
+from lm.training.schedule import FINE_TUNING_RATE, FROM_WEIGHTS, default_rates
 from model import Transformer
 from model.config import LMConfig, setting
 from model.lora import LoRA, add_lora
@@ -206,7 +206,7 @@ class SFTArguments(TrainingArguments):
     )
     init_from: str = changed("init_from", "auto")
     epochs: int = changed("epochs", 3)
-    learning_rate: float = changed("learning_rate", 1e-4, "peak learning rate of AdamW")
+    learning_rate: float = changed("learning_rate", FINE_TUNING_RATE, "peak learning rate of AdamW")
 
     lora_dim: int | None = setting(
         None, "rank of LoRA adapters; adapted matrices are frozen", AT_LEAST_1, group="adapters"

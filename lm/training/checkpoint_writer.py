@@ -19,7 +19,8 @@ from lm.storage import checkpoint as files
 from lm.storage.folder import RunFolder, read_settings, step_of
 from lm.training.build import random_state, restore_random
 from lm.training.inputs import Inputs
-from lm.training.log import LossMeter, TrainingLog
+from lm.training.log import TrainingLog
+from lm.training.loss_meter import LossMeter
 
 
 class Checkpointer:

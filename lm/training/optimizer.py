@@ -1,4 +1,4 @@
-"""The optimizers, AdamW and Muon, and the learning rate.
+"""The optimizers, AdamW and Muon.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the running average of a
 matrix's gradients (its momentum) by an approximation of the nearest orthogonal matrix. Under ZeRO
@@ -6,7 +6,6 @@ each process updates flat partitions of the parameters. If a matrix lies on seve
 momentum is gathered before it is orthogonalised.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from lm.common.errors import UsageError
 from lm.engine.deepspeed_config import ADAM_EPS
 from lm.engine.engine import Engine
 from lm.engine.hardware import has_bf16
@@ -24,51 +22,11 @@ from lm.engine.partition import Part, Partition, partitions, shape_of
 from lm.engine.whole_tensors import state_of
 from lm.training.arguments import TrainingArguments
 
-MAX_DEFAULT_WARMUP = 2000
 # Coefficients (a, b, c) of each iteration of `orthogonalize`. Five iterations move every singular
 # value between 0.0015 and 1 into the interval from 0.68 to 1.20.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 # Matrix elements to orthogonalise at once: they fit into a CPU's caches, or keep a GPU busy.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-
-
-class LearningRate:
-    """Learning rate as a function of the step, counted from 1. It has no state to restore.
-
-    The rate rises linearly to its peak at step `warmup_steps`. With "constant", or with "wsd" and a
-    decay_fraction of 0, it stays there. Otherwise it falls to min_ratio * peak at the last step:
-    - cosine: along half a cosine wave (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983);
-    - linear: along a straight line;
-    - wsd: along a straight line in the last decay_fraction of all steps; between the warm-up and
-      these steps the rate is constant (Hu et al., https://arxiv.org/abs/2404.06395).
-
-    Raises UsageError if the warm-up is longer than the run.
-    """
-
-    def __init__(self, args: TrainingArguments, total_steps: int):
-        self.schedule, self.total_steps = args.lr_schedule, total_steps
-        self.peak, self.min_ratio = args.learning_rate, args.min_lr_ratio
-        self.decay_steps = round(args.decay_fraction * total_steps)  # length of wsd's decay
-        default = min(MAX_DEFAULT_WARMUP, int(args.warmup_fraction * total_steps))
-        self.warmup_steps = default if args.warmup_steps is None else args.warmup_steps
-        if (warmup := self.warmup_steps) > total_steps:
-            short = f"the whole run has {total_steps} steps, pass fewer"
-            raise UsageError(f"--warmup_steps {warmup}: {short}")
-
-    def __call__(self, step: int) -> float:
-        if step <= self.warmup_steps:
-            return self.peak * step / self.warmup_steps
-        if self.schedule == "constant":
-            return self.peak
-        start = self.warmup_steps
-        if self.schedule == "wsd":
-            start = max(start, self.total_steps - self.decay_steps)
-        if step <= start:  # the constant phase of wsd
-            return self.peak
-        progress = min(1.0, (step - start) / max(1, self.total_steps - start))
-        wave = 0.5 * (1 + math.cos(math.pi * progress))
-        share = wave if self.schedule == "cosine" else 1 - progress
-        return self.peak * (self.min_ratio + (1 - self.min_ratio) * share)
 
 
 def parameter_groups(

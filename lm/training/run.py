@@ -23,9 +23,9 @@ from lm.training.checkpoint_writer import Checkpointer, load_checkpoint
 from lm.training.inputs import Inputs
 from lm.training.interruption import StopRequest, end_stopped
 from lm.training.log import TrainingLog
-from lm.training.optimizer import LearningRate
 from lm.training.outputs import say_stopped, write_results, write_sample
 from lm.training.profiler import StepProfiler
+from lm.training.schedule import LearningRate
 from lm.training.teacher import Teacher
 from lm.training.validation import validate, validation_loader, yardsticks
 from model import IGNORE_INDEX
