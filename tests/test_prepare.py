@@ -25,7 +25,6 @@ from lm.data import encoding, shards
 from lm.data import prepare as module
 from lm.data.dataset import PackedDataset
 from lm.data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, hash_of, split_at_random, ways_to_split
-from lm.data.prepare import BY_SIZE, defaults_for
 from lm.data.shards import ShardWriter, read_description
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_tokenizer
@@ -96,14 +95,6 @@ def test_the_split_never_changes():
     """A hash chooses a document's split. Another hash would move documents to the other split."""
     assert hash_of("句".encode()) == 1228714624519560309
     assert hash_of("句".encode(), digest_size=16) == 12239898487114312437
-
-
-def test_the_size_of_a_corpus_decides_its_default_settings(tmp_path):
-    path = tmp_path / "a.txt"
-    path.touch()
-    for n_bytes, row in ((0, 0), (499_999, 0), (500_000, 1), (12_100_000, 3), (10**9, -1)):
-        os.truncate(path, n_bytes)
-        assert defaults_for([str(path)]) == BY_SIZE[row]
 
 
 def test_each_round_splits_a_piece_with_chance_split_share(packed):

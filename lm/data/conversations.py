@@ -79,7 +79,7 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
         return
     for path in files:
         if suffix_of(path) == ".parquet":
-            for number, row in enumerate(parquet_rows(path, KEYS, others=True), 1):
+            for number, row in enumerate(parquet_rows(path, KEYS), 1):
                 yield Record(path, number, json.dumps(row, default=str).encode(), unit="row")
         else:
             yield from read_records([path])

@@ -251,18 +251,15 @@ def _delimiter(path: str, header: str, column: str) -> str:
     return best if len(fields[best]) > 1 else NO_DELIMITER
 
 
-def parquet_rows(
-    path: str, keys: tuple[str, ...], *, others: bool = False
-) -> Iterator[dict[str, Any]]:
-    """Yield each row of a .parquet file as a dict of the columns in `keys` that the file has; with
-    `others`, of all columns. Raises UsageError if the file has no column in `keys` or is damaged.
-    """
+def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield each row of a .parquet file as a dict: of the only column in `keys`, or else of all
+    columns. Raises UsageError if the file has no column in `keys` or is damaged."""
     arrow = _pyarrow(path)
     try:
         # A row group may be the whole file. These two settings read it in pieces.
         with arrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
             columns = _known_columns(path, keys, file.schema_arrow.names)
-            columns = None if others else columns
+            columns = columns if len(keys) == 1 else None
             for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
                 yield from batch.to_pylist()
     except UsageError:

@@ -36,7 +36,7 @@ class TokenStream(Dataset):
         self.folder = Path(folder)
         self.split = split
         self.seq_len = seq_len
-        self.description = read_description(folder, self.kind)
+        self.description = read_description(folder)
         if (kind := self.description["kind"]) != self.kind:
             raise UsageError(f"{folder} holds {kind}, not {self.kind}")
         self._part = part = self.description["splits"][split]

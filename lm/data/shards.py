@@ -75,20 +75,19 @@ class ShardWriter:
         sha256.update(array)
 
 
-def read_description(folder: str | Path, kind: str = TEXT) -> dict:
-    """Read dataset.json. Raises UsageError if damaged or missing; `kind` decides the advice."""
+def read_description(folder: str | Path) -> dict:
+    """Read dataset.json. Raises UsageError if it is damaged or missing."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
-        source, out = (folder, "") if folder.is_file() else ("FILE", f" --out {folder}")
-        flag = "--data" if kind == TEXT else "--tokenizer out/runs/NAME --conversations"
+        flags = f"--data {folder}" if folder.is_file() else f"--data FILE --out {folder}"
         raise UsageError(
             f"{folder}: no prepared data here, {DESCRIPTION_FILE} is missing; prepare it with "
-            f"`python -m scripts.prepare_data {flag} {source}{out}`"
+            f"`python -m scripts.prepare_data {flags}` (conversations: see --help)"
         )
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-        description.setdefault("kind", TEXT)  # older versions did not write it
+        description.setdefault("kind", TEXT)
         _check(folder, description)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         problem = f"damaged or another version ({type(error).__name__}: {error})"
