@@ -4,7 +4,7 @@ import pytest
 
 from lm.common.errors import UsageError
 from lm.engine import agreement
-from lm.engine.agreement import on_each_machine, on_every_process, on_main_process, require_the_same
+from lm.engine.agreement import on_every_process, on_main_process, require_the_same
 from lm.engine.engine import Engine
 from model import ConfigError
 
@@ -65,22 +65,6 @@ def test_an_error_on_all_processes_is_raised_unchanged(monkeypatch):
     engine = engine_with_answers(monkeypatch, UsageError("no data"), UsageError("no data"))
     with pytest.raises(UsageError, match=r"^no data$"):
         on_every_process(engine, fails("no data"))
-
-
-@pytest.mark.parametrize(("rank", "first"), [(0, True), (1, False), (2, True), (3, False)])
-def test_the_first_process_of_a_machine_answers_for_all_of_the_machine(monkeypatch, rank, first):
-    answer = "ab"[rank // 2]
-    attempt = (lambda: answer) if first else never
-    for second, expected in (("b", None), (None, UsageError("no data"))):
-        answers = [("a", None), None, (second, expected), None]
-        engine = engine_with_answers(monkeypatch, *answers, rank=rank)
-        engine.accelerator.is_local_main_process = first
-        engine.accelerator.process_index = rank
-        if expected is None:
-            assert on_each_machine(engine, attempt) == answer
-        else:
-            with pytest.raises(UsageError, match=r"^no data$"):
-                on_each_machine(engine, attempt)
 
 
 def test_a_difference_from_the_main_process_is_an_error_on_all(monkeypatch):

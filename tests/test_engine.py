@@ -142,14 +142,15 @@ def test_without_a_launcher_one_process_has_the_precision_of_dtype(accelerator, 
     ("flag", "value"), [("DEEPSPEED_ZERO_STAGE", "3"), ("GRADIENT_CLIPPING", "0.5")]
 )
 def test_a_launchers_flag_that_contradicts_its_file_or_grad_clip_is_refused(environ, flag, value):
-    environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS, f"ACCELERATE_{flag}": value}
+    environ |= {"ACCELERATE_USE_DEEPSPEED": "true", f"ACCELERATE_{flag}": value}
+    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
     assert f"{value}, but" in error_of(deepspeed_plugin, TrainingArguments(grad_clip=0.7))
 
 
 def test_keys_of_a_yaml_that_accelerate_refuses_beside_a_file_are_named(environ):
-    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
+    environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS}
     environ["ACCELERATE_CONFIG_DS_FIELDS"] = "deepspeed_config_file,zero_stage,mixed_precision"
-    with pytest.raises(UsageError, match=r"^mixed_precision, zero_stage beside .*ds_config\.json"):
+    with pytest.raises(UsageError, match=r"rejects .*ds_config\.json: .*mixed_precision"):
         deepspeed_plugin(BF16)
     del environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]  # without a file, the YAML is the configuration
     environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = "1"

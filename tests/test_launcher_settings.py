@@ -8,9 +8,7 @@ import yaml
 
 from lm.common.errors import UsageError
 from lm.engine import launcher_settings
-from lm.engine.engine import set_launch_variables
 from lm.engine.launcher_settings import chosen_precision, reading_notes, with_launcher_settings
-from lm.training.arguments import TrainingArguments
 
 DEFAULT_FILE = "accelerate.commands.config.config_args.default_config_file"
 
@@ -150,17 +148,7 @@ def test_the_launchers_precision_counts_if_somebody_has_chosen_it(
             monkeypatch.setattr(DEFAULT_FILE, str(path))
         else:
             words = ["--config_file", str(path), *words]
-    assert chosen_precision(words) == chosen
-
-
-def test_a_dynamo_backend_that_accelerate_does_not_give_to_deepspeed_is_refused(environ, tmp_path):
-    path = tmp_path / "launch.yaml"
-    path.write_text("distributed_type: DEEPSPEED\ndynamo_config: {dynamo_backend: EAGER}\n")
-    for words in (["--use_deepspeed", "--dynamo_backend", "eager"], ["--config_file", str(path)]):
-        environ.pop("ACCELERATE_DYNAMO_BACKEND", None)
-        with_launcher_settings({}, words)
-        with pytest.raises(UsageError, match=r"dynamo_backend (eager|EAGER) .* use --compile on"):
-            set_launch_variables(TrainingArguments())
+    assert chosen_precision(words or None) == chosen
 
 
 def test_the_launchers_accumulation_and_clipping_count(environ):
@@ -191,16 +179,19 @@ def test_a_typed_precision_must_be_the_launchers(environ):
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "precision"),
     [
-        ("/usr/bin/python /venv/bin/accelerate launch --cpu train.py", ["--cpu", "train.py"]),
-        ("python -m accelerate.commands.launch train.py", ["train.py"]),
-        ("/venv/bin/accelerate-launch train.py", ["train.py"]),
-        ("python -m accelerate.commands.accelerate_cli launch train.py", ["train.py"]),
-        ("bash launch train.sh", []),
+        ("/usr/bin/python /venv/bin/accelerate launch --mixed_precision no train.py", "no"),
+        ("python -m accelerate.commands.launch --mixed_precision=no train.py", "no"),
+        ("/venv/bin/accelerate-launch --mixed_precision no train.py", "no"),
+        ("python -m accelerate.commands.accelerate_cli launch --mixed_precision no train.py", "no"),
+        ("accelerate launch train.py --mixed_precision no", None),  # the program's own flag
+        ("bash launch --mixed_precision no train.sh", None),
     ],
 )
-def test_the_words_of_the_launcher_are_those_of_the_parent_process(monkeypatch, command, words):
+def test_the_command_of_the_launcher_tells_no_precision_from_none(
+    monkeypatch, environ, command, precision
+):
     class Process:
         def parent(self):
             return self
@@ -209,4 +200,5 @@ def test_the_words_of_the_launcher_are_those_of_the_parent_process(monkeypatch, 
             return command.split()
 
     monkeypatch.setattr(launcher_settings.psutil, "Process", Process)
-    assert launcher_settings._words_of_parent() == words
+    environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    assert chosen_precision() == precision

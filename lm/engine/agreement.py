@@ -45,22 +45,6 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
     )
 
 
-def on_each_machine(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
-    """Call `attempt` on the first process of each machine and return its answer on all processes of
-    that machine, whose ranks follow one another. Every process must call this. Raises the
-    UsageError or ConfigError that `attempt` raised on a machine."""
-    if engine is None or engine.cpu_group is None:
-        return attempt()
-    accelerator = engine.accelerator
-    mine = _tried(attempt) if accelerator.is_local_main_process else None
-    everyone = [theirs for theirs, _ in _gather(engine, mine)]
-    for _, error in filter(None, everyone):
-        if error:
-            raise error
-    *_, (answer, _) = filter(None, everyone[: accelerator.process_index + 1])
-    return answer
-
-
 def _tried(attempt: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
     """Return (answer, None), or (None, error) if `attempt` raised a UsageError or ConfigError."""
     try:

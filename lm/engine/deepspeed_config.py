@@ -8,7 +8,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+import hjson  # DeepSpeed requires it
 
 from lm.common.errors import UsageError, reason
 
@@ -29,7 +30,8 @@ OLD_NAMES = {
     "stage3_gather_16bit_weights_on_model_save",
 }
 # The next two tables: prefix of a section → keys of this section, separated by spaces.
-# KNOWN has all accepted keys of the listed sections. DeepSpeed checks the other sections.
+# KNOWN has all accepted keys of the listed sections; other keys are refused unless they are
+# switched off. DeepSpeed checks the other sections.
 KNOWN = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
     "gradient_clipping gradient_allreduce_op gradient_predivide_factor prescale_gradients "
@@ -45,12 +47,9 @@ KNOWN = {
     "optimizer.params.": "lr betas eps weight_decay torch_adam fused adam_w_mode bias_correction",
     "timers.": "throughput",
 }
-# Keys that are refused unless they are switched off: keys without effect here, old names that
-# Accelerate does not read, keys that lower the precision, keys with state that checkpoints miss.
+# Keys of other sections that are refused unless they are switched off: old names that Accelerate
+# does not read, keys that lower the precision, keys with state that checkpoints miss.
 REFUSED = {
-    "": "activation_checkpointing autotuning checkpoint compile data_efficiency "
-    "dataloader_drop_last hybrid_engine pipeline sequence_parallel_size "
-    "tensor_parallel torch_autocast weight_quantization",
     "bf16.": "bf16_master_weights_and_grads bf16_optimizer_states",
     "fp16.": "fp16_master_weights_and_grads",
     "zero_optimization.": "legacy_stage1 zenflow zero_quantized_weights zero_quantized_gradients "
@@ -63,16 +62,6 @@ ONLY_STAGE_3 = (
     "leaf_module memory_efficient_linear offload_param override_module_apply "
     "zero_hpz_partition_size"
 )
-# DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → --lr_schedule.
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-# Parameters of schedules that become flags, or have no effect here.
-FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio", "warmup_type")
-# Parameters of schedules → the values that change nothing: the warm-up begins at 0.
-NEUTRAL = {
-    "warmup_min_lr": (0, "auto"),
-    "warmup_min_ratio": (0, "auto"),
-    "last_batch_iteration": (-1,),
-}
 # Names whose values are sections, each after the section in which it is. null means no section.
 SECTIONS = (
     "aio bf16 bfloat16 fp16 data_types flops_profiler timers optimizer optimizer.params scheduler "
@@ -96,10 +85,6 @@ def read_file(path: str) -> dict:
         from accelerate.utils import DeepSpeedPlugin  # importing it takes seconds
 
         return DeepSpeedPlugin().deepspeed_config
-    try:
-        import hjson  # DeepSpeed requires it
-    except ImportError:  # without DeepSpeed, only scripts.plan reads these files
-        import json as hjson
 
     def without_duplicates(pairs: list[tuple]) -> dict:
         if twice := [key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n])]:
@@ -116,7 +101,7 @@ def read_file(path: str) -> dict:
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         raise UsageError(f'DeepSpeed configuration {path}: needs a "zero_optimization" section')
     for name in SECTIONS.split():
-        parent, key = _section(config, name), name.rpartition(".")[2]
+        parent, key = section_of(config, name), name.rpartition(".")[2]
         if (value := parent.pop(key, None)) is not None:
             parent[key] = value
             if not isinstance(value, dict):
@@ -130,7 +115,7 @@ def rename_old_keys(config: dict, source: str) -> list[str]:
     said = []
     for old, new in OLD_NAMES.items():
         (prefix, _, old_name), new_name = old.rpartition("."), new.rpartition(".")[2]
-        section = _section(config, prefix and f"{prefix}.")
+        section = section_of(config, prefix and f"{prefix}.")
         if old_name in section:
             value = section.pop(old_name)
             if section.setdefault(new_name, value) != value:
@@ -139,9 +124,12 @@ def rename_old_keys(config: dict, source: str) -> list[str]:
     return said
 
 
-def file_of(args) -> str:
-    """Return the path of the DeepSpeed file in use, or "none" if there is no file."""
-    return args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+def file_of(typed: str | None) -> str:
+    """Return the path of the DeepSpeed file in use: --deepspeed, if `typed`, or the launcher's.
+    Return "none" if there is no file."""
+    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") if launched else "none"
+    return typed or named
 
 
 def resolve(config: dict, args, world_size: int, source: str) -> dict:
@@ -171,21 +159,18 @@ def resolve(config: dict, args, world_size: int, source: str) -> dict:
 
 
 def refuse_keys(config: dict) -> list[str]:
-    """Return a message for every problem of keys or stage; delete the keys of REFUSED."""
+    """Return a message for every problem of keys or stage; delete the keys that are refused."""
     problems = []
-    for prefix, keys in REFUSED.items():
-        section = _section(config, prefix)
-        for key in keys.split():
+    for prefix in REFUSED | KNOWN:
+        section = section_of(config, prefix)
+        refused = REFUSED.get(prefix, "").split() or {*section} - {*KNOWN[prefix].split()}
+        for key in sorted(refused):
             if not _is_off(section.pop(key, None)):
                 problems.append(f'remove "{prefix}{key}": not supported here (docs/engines.md)')
-    problems += _check_stage(config)
-    for prefix, keys in KNOWN.items():
-        unknown = [key for key in _section(config, prefix) if key not in keys.split()]
-        problems += [f'"{prefix}{key}" does nothing here: remove it' for key in unknown]
-    return problems
+    return [*problems, *_check_stage(config)]
 
 
-def _section(config: dict, prefix: str) -> dict:
+def section_of(config: dict, prefix: str) -> dict:
     """Return the section of a prefix such as "fp16.", {} if missing; "" is the whole file."""
     for name in prefix.split(".")[:-1]:
         config = config.get(name) or {}
@@ -209,7 +194,7 @@ def _check_stage(config: dict) -> Iterator[str]:
         yield f'"zero_optimization.stage" must be 1, 2 or 3: {no_file}'
     if None in nvme_folders(config):
         yield '"device": "nvme" needs "nvme_path", a folder'
-    if _section(config, "zero_optimization.offload_optimizer.").get("ratio", 1) != 1:
+    if section_of(config, "zero_optimization.offload_optimizer.").get("ratio", 1) != 1:
         yield 'remove "ratio" of "offload_optimizer": checkpoints would miss optimizer state'
     if stage not in (1, 2):
         if offload_device(config, "param") == "nvme" and zero.get("stage3_max_reuse_distance", 1):
@@ -264,44 +249,6 @@ def _fill_by_flags(config: dict, args, world_size: int) -> list[str]:
         if key != f"zero_optimization.{BY_WIDTH}":
             problems.append(f'"{key}": "auto" is not replaced by a flag here, write a value')
     return problems
-
-
-def schedule_flags(config: dict, source: str) -> dict[str, Any]:
-    """Return the flags that mean the same as a configuration's "scheduler". DeepSpeed's defaults
-    count for missing parameters. Raises UsageError if there are no such flags."""
-    section = config.get("scheduler")
-    if section is None:
-        return {}
-    kind, params = section.get("type"), section.get("params", {})
-    if kind not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise UsageError(f'{source}: "scheduler" must be one of {known}, not {kind!r}; or drop it')
-    for key, value in params.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        follows = key in FOLLOWED and (is_number or value == "auto" or key == "warmup_type")
-        if not follows and value not in NEUTRAL.get(key, ()):
-            raise UsageError(f'{source}: drop "scheduler.params.{key}": it cannot be followed here')
-    decays = kind == "WarmupDecayLR"
-    rate = _section(config, "optimizer.params.").get("lr", "auto")  # the optimizer's own
-    flags = {"lr_schedule": SCHEDULES[kind], "warmup_steps": params.get("warmup_num_steps", 1000)}
-    flags["learning_rate"] = params.get("warmup_max_lr", 1e-3 if decays else rate)
-    if kind != "WarmupLR":
-        flags["max_steps"] = params.get("total_num_steps", "auto")
-        flags["min_lr_ratio"] = 0.0 if decays else params.get("cos_min_ratio", 1e-4)
-    flags = {name: value for name, value in flags.items() if value not in ("auto", None)}
-    for name in ("warmup_steps", "max_steps"):
-        if flags.get(name, 0) % 1:
-            raise UsageError(f'{source}: "scheduler" has {flags[name]} steps, not a whole number')
-        flags |= {name: int(flags[name])} if name in flags else {}  # 1e3 is a float in JSON
-    return flags
-
-
-def dtype_of(config: dict) -> dict[str, str]:
-    """Return --dtype if a DeepSpeed configuration switches a precision on, else {}."""
-    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if isinstance(found := config.get(section), dict) and found.get("enabled") is True:
-            return {"dtype": dtype}
-    return {}
 
 
 def offload_device(config: dict | None, what: str) -> str | None:

@@ -31,12 +31,6 @@ from lm.engine.strategy import Strategy, strategy_of
 # group's thread. If that thread waits for the interpreter's lock, the process hangs.
 KEPT: list = []
 CHECKPOINT_WRITER = "checkpoint writer"  # name of a thread; `exit_rank` waits for it
-# Keys of a launcher's YAML that Accelerate refuses beside a DeepSpeed file.
-BESIDE_NO_FILE = {
-    *("mixed_precision", "gradient_accumulation_steps", "gradient_clipping", "zero_stage"),
-    *("offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device"),
-    *("offload_param_nvme_path", "zero3_save_16bit_model"),
-}
 OTHER_ENGINES = ("FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")  # of `accelerate launch`
 TIMEOUT = timedelta(hours=1)  # of an exchange: rank 0 may be verifying a checkpoint
 FIRST_WAIT = 60  # seconds after which a line says that other processes are missing
@@ -256,16 +250,12 @@ def _check_flag(name: str, value, source: str) -> None:
 def deepspeed_plugin(args, n_models: int = 1) -> DeepSpeedPlugin:
     """Return Accelerate's plugin for the DeepSpeed file in use, or else for the launcher's flags.
     Training flags replace "auto". Raises UsageError if settings are invalid or contradictory."""
-    file = file_of(args)
+    file = file_of(args.deepspeed)
     source = "accelerate launch" if file == "none" else file
-    beside = set(os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")) & BESIDE_NO_FILE
-    if file != "none" and beside:
-        remedy = "remove this from the launcher's YAML, and pass training flags such as --dtype"
-        raise UsageError(f"{', '.join(sorted(beside))} beside the DeepSpeed file {file}: {remedy}")
     try:
         config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
-        # Accelerate would compare these keys of the launcher's YAML with a file that it names.
-        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+        if file == "none":  # else Accelerate refuses these keys of the launcher's YAML
+            os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # "auto" is not a number
         strategy = strategy_of(config)
         clip = config["gradient_clipping"]

@@ -5,6 +5,8 @@ on) and the learning rate (the file's "scheduler"). A typed flag that contradict
 """
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,11 @@ import psutil
 
 from lm.common.errors import UsageError
 from lm.engine.deepspeed_config import (
-    dtype_of,
+    file_of,
     read_config,
     read_file,
     rename_old_keys,
-    schedule_flags,
+    section_of,
 )
 
 # Flags that Accelerate's launcher decides by variables: flag, its name there, its type.
@@ -24,8 +26,21 @@ NUMBERS = (
     ("accumulation_steps", "gradient_accumulation_steps", int),
     ("grad_clip", "gradient_clipping", float),
 )
-ACCELERATE = ("accelerate", "accelerate.commands.accelerate_cli")  # programs that launch
+# A command of Accelerate's launcher, its words divided by "\0", and the words of its flags.
+LAUNCHER = re.compile(
+    r"accelerate(?:-|\.commands\.|(?:\.commands\.accelerate_cli)?\0)launch\0(.*)", re.DOTALL
+)
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}  # Accelerate's names → --dtype
+# DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → --lr_schedule.
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# Parameters of schedules that become flags, or have no effect here.
+FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio", "warmup_type")
+# Parameters of schedules → the values that change nothing: the warm-up begins at 0.
+NEUTRAL = {
+    "warmup_min_lr": (0, "auto"),
+    "warmup_min_ratio": (0, "auto"),
+    "last_batch_iteration": (-1,),
+}
 
 
 def with_launcher_settings(
@@ -39,16 +54,16 @@ def with_launcher_settings(
     If the file switches bf16 off, the default of --dtype is float32.
     Raises UsageError if a typed flag contradicts them, or if a schedule cannot be followed."""
     decided: dict[str, tuple[Any, str]] = {}  # flag → value, and who has decided
-    if (file := _file(typed)) != "none":
+    if (file := file_of(typed.get("deepspeed"))) != "none":
         config = read_config(file)
         flags = schedule_flags(config, file) | dtype_of(config)
         decided |= {name: (value, f"the DeepSpeed file {file}") for name, value in flags.items()}
-    if precision := chosen_precision(launcher_words or _words_of_parent()):
+    if precision := chosen_precision(launcher_words):
         decided["dtype"] = DTYPES[precision], f"the launcher's mixed_precision {precision}"
-    for name, key, kind in NUMBERS:
+    for name, key, number in NUMBERS:
         value = os.environ.get(f"ACCELERATE_{key.upper()}", "auto")
         if value.replace(".", "", 1).isdigit():
-            decided[name] = kind(float(value)), f"the launcher's {key} {value}"
+            decided[name] = number(float(value)), f"the launcher's {key} {value}"
     for name, (value, source) in decided.items():
         if typed.get(name, value) != value:
             what = f"--{name} {typed[name]} contradicts {source}"
@@ -64,7 +79,7 @@ def with_launcher_settings(
 def reading_notes(typed: dict[str, Any]) -> str | None:
     """Return how the DeepSpeed file in use is read, for the start of a run: old names, a schedule,
     keys without effect; None if there is nothing to say."""
-    if (file := _file(typed)) == "none":
+    if (file := file_of(typed.get("deepspeed"))) == "none":
         return None
     config = read_file(file)
     notes = rename_old_keys(config, file)
@@ -80,49 +95,71 @@ def reading_notes(typed: dict[str, Any]) -> str | None:
     return f"{file}: {'; '.join(notes)}" if notes else None
 
 
-def _file(typed: dict[str, Any]) -> str:
-    """Return the path of the DeepSpeed file in use, or "none"."""
-    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") if launched else "none"
-    return typed.get("deepspeed") or named
+def schedule_flags(config: dict, source: str) -> dict[str, Any]:
+    """Return the flags that mean the same as a configuration's "scheduler". DeepSpeed's defaults
+    count for missing parameters. Raises UsageError if there are no such flags."""
+    section = config.get("scheduler")
+    if section is None:
+        return {}
+    theirs, params = section.get("type"), section.get("params", {})
+    if theirs not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise UsageError(
+            f'{source}: "scheduler" must be one of {known}, not {theirs!r}; or drop it'
+        )
+    for key, value in params.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        follows = key in FOLLOWED and (is_number or value == "auto" or key == "warmup_type")
+        if not follows and value not in NEUTRAL.get(key, ()):
+            raise UsageError(f'{source}: drop "scheduler.params.{key}": it cannot be followed here')
+    decays = theirs == "WarmupDecayLR"
+    rate = section_of(config, "optimizer.params.").get("lr", "auto")  # the optimizer's own
+    flags = {
+        "lr_schedule": SCHEDULES[theirs],
+        "warmup_steps": params.get("warmup_num_steps", 1000),
+    }
+    flags["learning_rate"] = params.get("warmup_max_lr", 1e-3 if decays else rate)
+    if theirs != "WarmupLR":
+        flags["max_steps"] = params.get("total_num_steps", "auto")
+        flags["min_lr_ratio"] = 0.0 if decays else params.get("cos_min_ratio", 1e-4)
+    flags = {name: value for name, value in flags.items() if value not in ("auto", None)}
+    for name in ("warmup_steps", "max_steps"):
+        if flags.get(name, 0) % 1:
+            raise UsageError(f'{source}: "scheduler" has {flags[name]} steps, not a whole number')
+        flags |= {name: int(flags[name])} if name in flags else {}  # 1e3 is a float in JSON
+    return flags
 
 
-def chosen_precision(words: list[str]) -> str | None:
-    """Return the precision that the user has chosen for Accelerate's launcher, or None.
-    Accelerate passes "no" to the program also if nobody has chosen a precision. The flags of the
-    launcher, `words`, and its YAML file tell the difference. Raises UsageError for fp8."""
-    chosen = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+def dtype_of(config: dict) -> dict[str, str]:
+    """Return --dtype if a DeepSpeed configuration switches a precision on, else {}."""
+    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if isinstance(found := config.get(section), dict) and found.get("enabled") is True:
+            return {"dtype": dtype}
+    return {}
+
+
+def chosen_precision(words: list[str] | None = None) -> str | None:
+    """Return the precision that the user has chosen for `accelerate launch`, or None.
+    `words` are the launcher's flags; None: those of the process that has started this one, if it is
+    Accelerate's launcher. Raises UsageError for fp8."""
+    chosen = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if words is None and chosen == "no":
+        # Accelerate also sets "no" if nobody has chosen a precision, and says so in no variable.
+        # Only the launcher's flags and its YAML file tell "no" from nothing.
+        chosen = None
+        with suppress(psutil.Error, AttributeError):  # no parent, or another user's
+            found = LAUNCHER.search("\0".join(psutil.Process().parent().cmdline()))
+            words = found and found[1].split("\0")
     if words:
         # Importing these takes a second, and only a launcher's child needs them.
-        from accelerate.commands.config.config_args import (
-            default_config_file,
-            load_config_from_file,
-        )
+        from accelerate.commands.config import config_args
         from accelerate.commands.launch import launch_command_parser
 
         options = launch_command_parser().parse_args([*words, "program"])
-        file = options.config_file or (Path(default_config_file).is_file() and default_config_file)
-        config = load_config_from_file(file) if file else None
+        file = options.config_file or config_args.default_config_file
+        has_file = options.config_file or Path(file).is_file()
+        config = config_args.load_config_from_file(file) if has_file else None
         chosen = options.mixed_precision or (config and config.mixed_precision)
-        backend = options.dynamo_backend or (config and config.dynamo_config.get("dynamo_backend"))
-        if backend:  # Accelerate does not pass it to DeepSpeed; set_launch_variables refuses it
-            os.environ["ACCELERATE_DYNAMO_BACKEND"] = backend
-    elif chosen == "no":
-        return None
     if chosen and chosen not in DTYPES:
         raise UsageError(f"mixed_precision {chosen} of the launcher: take bf16, fp16 or no")
     return chosen or None
-
-
-def _words_of_parent() -> list[str]:
-    """Return what follows `accelerate launch` in the parent process's command, or []."""
-    try:
-        words = psutil.Process().parent().cmdline()
-    except (psutil.Error, AttributeError):  # no parent, or another user's
-        return []
-    names = [Path(word).name for word in words]
-    for n, name in enumerate(names):
-        is_launch = name == "launch" and n and names[n - 1] in ACCELERATE
-        if is_launch or name in ("accelerate-launch", "accelerate.commands.launch"):
-            return words[n + 1 :]
-    return []

@@ -21,7 +21,6 @@ from lm.data.dataset import NothingFitsError, TokenStream
 from lm.data.prepare import conversations_out
 from lm.data.shards import CONVERSATIONS
 from lm.engine.agreement import (
-    on_each_machine,
     on_every_process,
     on_main_process,
     require_the_same,
@@ -140,7 +139,7 @@ def find_inputs(
             old = f"{start.checkpoint} is of a version that did not pack conversations"
             raise UsageError(f"{old}: start a new run, or resume it with that version")
     if teacher:
-        identity["teacher"] = on_each_machine(engine, teacher.source.sha256)[:16]
+        identity["teacher"] = on_every_process(engine, teacher.source.sha256)[:16]
     is_older = start.checkpoint and "samples_per_epoch" not in start.state["identity"]
     if train_set.segmentations > 1 and not is_older:  # else a pass reads all segmentations
         identity["samples_per_epoch"] = train_set.samples_per_epoch
