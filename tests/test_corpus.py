@@ -267,11 +267,11 @@ BAD = {
     "lone surrogate": (b'{"text": "a\\ud800b"}', "must be a valid string, not 'a\\ud800b'"),
     "null": ({"text": ["good", None, "good"]}, "has no text"),
     "invalid UTF-8 in a table": ({"text": [b"good", b"x\xff", b"good"]}, "not valid UTF-8"),
-    "too few fields": ([["id", "text"], [1, "good"], [2], [3, "good"]], "too few fields"),
-    "a text before a missing field": ([["text", "id"], ["good", 1], ["b"], ["good", 3]], "too few"),
+    "too few fields": ([["id", "text"], [1, "good"], [2], [3, "good"]], "1 fields under 2"),
+    "a text before a missing field": ([["text", "id"], ["good", 1], ["b"], ["good", 3]], "1 field"),
     "more fields than columns": (
         [["id", "text"], [1, "good"], [2, "a", " b"], [3, "good"]],
-        "more",
+        "3 fields under 2 columns: put quotes around a text with commas",
     ),
 }
 

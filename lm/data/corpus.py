@@ -217,29 +217,28 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header = file.readline()
         named = SEPARATOR.fullmatch(header)  # then the header is the next line
-        rows = csv.DictReader(
-            file if named else chain([header], file),
-            strict=True,
-            delimiter=named[1] if named else _delimiter(path, header, column),
+        delimiter = named[1] if named else _delimiter(path, header, column)
+        rows = csv.reader(
+            file if named else chain([header], file), strict=True, delimiter=delimiter
         )
-        columns = rows.fieldnames or [column]
+        columns = next(rows, [column])
         first = 1 if named else 0  # lines before the header
         decode(Record(path, first + 1, ",".join(columns).encode(errors="surrogateescape")))
         _known_columns(path, (column,), columns)
+        place, wrong = columns.index(column), "put quotes around a text with commas"
         while True:
             try:
-                row = next(rows, None)
-            except csv.Error as error:  # only this row is wrong
-                problem = str(error).replace(f"'{NO_DELIMITER}'", "the line's end")
-                yield Record(path, first + rows.line_num, b"", f"cannot be read: {problem}")
-                continue
-            if row is None:
+                row = next(rows)
+                n, expected = len(row), len(columns)
+                fault = f"{n} fields under {expected} columns: {wrong}" if n != expected else ""
+            except StopIteration:
                 return
-            fault = "too few fields" if None in row.values() else ""
-            if None in row:  # the key of the fields that have no column
-                fault = "more fields than columns: put quotes around a text with commas"
-            raw = (row[column] or "").encode(errors="surrogateescape")
-            yield Record(path, first + rows.line_num, raw, fault)
+            except csv.Error as error:  # only this row is wrong
+                row = None
+                fault = f"cannot be read: {error}".replace(f"'{NO_DELIMITER}'", "the line's end")
+            if row != []:  # not an empty line
+                raw = b"" if fault else row[place].encode(errors="surrogateescape")
+                yield Record(path, first + rows.line_num, raw, fault)
 
 
 def _delimiter(path: str, header: str, column: str) -> str:
