@@ -81,10 +81,10 @@ def report(
     splits, made_from = description["splits"], description["prepared_from"]
     ways = {"train": made_from["segmentations"], "val": 1}
     of_text = options.kind == TEXT
-    kind, documents = ("text", "documents") if of_text else ("answers", CONVERSATIONS)
+    measured, documents = ("text", "documents") if of_text else ("answers", CONVERSATIONS)
     n_bytes = sum(split["bytes"] // ways[name] for name, split in splits.items())
     speed = f"{size(n_bytes / seconds)}/s with --workers {options.workers}"
-    lines = [f"{size(n_bytes)} of {kind} in {seconds:.1f} s ({speed})"]
+    lines = [f"{size(n_bytes)} of {measured} in {seconds:.1f} s ({speed})"]
     if Path(source).is_dir():
         lines += about_folder(source, files, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
     for name, split in splits.items():

@@ -62,7 +62,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """Call `whole_folder` for a folder of the kind `what`, which `is_one` recognises. Raises
+    """Call `whole_folder` for a folder that is a `what`, which `is_one` recognises. Raises
     UsageError if `out` is a file, holds other things, or is a `what` and `overwrite` is False."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):

@@ -24,10 +24,10 @@ def group_limits(controller: str) -> dict[Path, list[int]]:
     paths = {name: x.split(":", 2)[2] for x in groups for name in x.split(":")[1].split(",")}
     found = {}
     for mount in mounts:
-        place, _, kind = mount.partition(" - ")  # see man 5 proc_pid_mountinfo
-        (root, folder), (system, _, options) = place.split()[3:5], kind.split(" ", 2)
-        if system == "cgroup2" or (system == "cgroup" and controller in options.split(",")):
-            path = paths.get("" if system == "cgroup2" else controller, root)
+        place, _, system = mount.partition(" - ")  # see man 5 proc_pid_mountinfo
+        (root, folder), (name, _, options) = place.split()[3:5], system.split(" ", 2)
+        if name == "cgroup2" or (name == "cgroup" and controller in options.split(",")):
+            path = paths.get("" if name == "cgroup2" else controller, root)
             group = Path(folder, os.path.relpath(path, root))  # a container sees a part of all
             for above, files in product((group, *group.parents), LIMITS[controller]):
                 with suppress(OSError, ValueError):  # no such file here, or no limit: "max"

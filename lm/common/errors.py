@@ -51,10 +51,10 @@ class ReportedError(UsageError):
     """A child process has failed. It has already printed an error line, so no other is printed."""
 
 
-def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> None:
+def end_in_one_line(error_type: type[BaseException], error: BaseException, trace) -> None:
     """End in one line, with code 130, after Ctrl-C. Other exceptions are left to Python."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
+    if not issubclass(error_type, KeyboardInterrupt):
+        sys.__excepthook__(error_type, error, trace)
         return
     print(f"{Path(sys.argv[0]).stem}: stopped", file=sys.stderr, flush=True)
     sys.exit(128 + signal.SIGINT)

@@ -246,20 +246,20 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
             tree = ast.parse(Path(path).read_bytes())
         except (SyntaxError, ValueError):  # some files are invalid on purpose
             continue
-        for line, kind, signature, summary in _documented(tree, module, "function"):
+        for line, what, signature, summary in _documented(tree, module, "function"):
             if signature in seen or summary in seen:
                 continue
             seen |= {signature, summary}
             if zlib.crc32(signature.encode()) % 2:
                 question, answer = f"What does `{signature}` do?", summary
             else:
-                question, answer = f"Which {kind} does this: {summary}", f"`{signature}`"
+                question, answer = f"Which {what} does this: {summary}", f"`{signature}`"
             value = {"prompt": question, "response": answer}
             yield Record(path, line, json.dumps(value).encode())
 
 
-def _documented(node: ast.AST, name: str, kind: str) -> Iterator[tuple[int, str, str, str]]:
-    """Yield (line, kind, signature, summary) of public definitions with a short summary. A kind is
+def _documented(node: ast.AST, name: str, what: str) -> Iterator[tuple[int, str, str, str]]:
+    """Yield (line, what, signature, summary) of public definitions with a short summary. `what` is
     "function", "method" or "class"; a signature is like "shutil.which(cmd, path=None)"."""
     for item in node.body:
         is_class = isinstance(item, ast.ClassDef)
@@ -272,6 +272,6 @@ def _documented(node: ast.AST, name: str, kind: str) -> Iterator[tuple[int, str,
         summary = " ".join((ast.get_docstring(item) or "").split("\n\n")[0].split())
         is_summary = len(summary) in SUMMARY_LENGTHS and not summary.startswith(f"{item.name}(")
         if is_summary and len(signature) <= LONGEST_SIGNATURE:
-            yield item.lineno, "class" if is_class else kind, signature, summary
+            yield item.lineno, "class" if is_class else what, signature, summary
         if is_class:
             yield from _documented(item, f"{name}.{item.name}", "method")

@@ -135,8 +135,8 @@ def prepare(
             size = options.vocab_size
             if may_shrink := size is None:
                 size = defaults_for(files).vocab_size
-            sample, path = _sample(splits["train"], read, options), folder / TOKENIZER_FILE
-            train_tokenizer(sample, size, path, may_shrink=may_shrink)
+            texts, path = _some_texts(splits["train"], read, options), folder / TOKENIZER_FILE
+            train_tokenizer(texts, size, path, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
         encode = partial(encode_batch, options.kind, tokenizer.path, options.markers)
         dtype = token_dtype(tokenizer.vocab_size)
@@ -187,11 +187,11 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
     }
 
 
-def _sample(files: list[str], read: Reader, options: PackingOptions) -> Iterator[str]:
+def _some_texts(files: list[str], read: Reader, options: PackingOptions) -> Iterator[str]:
     """Yield about TOKENIZER_SAMPLE_BYTES of documents. Raises UsageError if every document is
     bad."""
     first_bad, is_empty = None, True
-    for record in _spread(files, read, attrgetter("raw")):
+    for record in _some_records(files, read, attrgetter("raw")):
         try:
             for text in documents_in(parse(record), options.markers):
                 yield text[:TOKENIZER_SAMPLE_BYTES]
@@ -204,7 +204,9 @@ def _sample(files: list[str], read: Reader, options: PackingOptions) -> Iterator
         raise first_bad
 
 
-def _spread(files: list[str], read: Reader, key: Callable[[Record], bytes]) -> Iterator[Record]:
+def _some_records(
+    files: list[str], read: Reader, key: Callable[[Record], bytes]
+) -> Iterator[Record]:
     """Yield about TOKENIZER_SAMPLE_BYTES of records, chosen by checksums of their keys. If none is
     chosen, yield the first records."""
     size = TOKENIZER_SAMPLE_BYTES
@@ -238,7 +240,7 @@ def refusal(
     """Return the error for a bad document of a file. It advises to skip bad documents only if at
     least half of the file's documents, or of a sample of them, are good."""
     # Bad documents may all be equal or empty: their places decide which are tried.
-    tried = list(_spread([path], read, lambda record: record.place.encode()))
+    tried = list(_some_records([path], read, lambda record: record.place.encode()))
     n_bad = count_bad(tried)
     few = 2 * n_bad <= len(tried)
     tally = f"{n_bad:,} of {len(tried):,} documents tried in this file are bad"

@@ -109,8 +109,8 @@ class JsonTokenizer(Tokenizer):
             self._model = tokenizers.Tokenizer.from_file(self.path)
         except Exception as error:  # the package raises no narrower class
             raise UsageError(f"{path}: not a tokenizer.json ({error})") from error
-        kinds = (type(self._model.model), type(self._model.decoder))
-        if kinds != (models.BPE, decoders.ByteLevel):
+        parts = (type(self._model.model), type(self._model.decoder))
+        if parts != (models.BPE, decoders.ByteLevel):
             remedy = (
                 "pass --tokenizer FOLDER/tokenizer.model, the SentencePiece file, if there is one"
             )
