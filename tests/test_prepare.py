@@ -204,7 +204,7 @@ def test_encoding_processes_end_when_the_preparation_is_killed():
 
 
 def test_a_few_very_long_documents_still_train_a_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "TOKENIZER_SAMPLE_BYTES", 1000)
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 1000)
     books = ["".join(DOCUMENTS[i::4]) for i in range(4)]  # 4 KB each
     for part in (module, shards):  # ids of four bytes, as for large vocabularies
         monkeypatch.setattr(part, "token_dtype", lambda vocab_size: np.dtype("<u4"))
@@ -283,7 +283,7 @@ def test_a_document_that_the_tokenizer_changes_is_bad_and_shown(tmp_path, kind):
 def test_skipping_bad_documents_is_advised_only_if_it_keeps_half_of_the_file(
     packed, tmp_path, monkeypatch, share, kind, bytes_tried
 ):
-    monkeypatch.setattr(module, "TOKENIZER_SAMPLE_BYTES", bytes_tried)
+    monkeypatch.setattr(module, "SAMPLE_BYTES", bytes_tried)
     good = '{"prompt": "1 +", "response": " 2"}' if kind == "conversations" else '{"text": "1 + 1"}'
     bad, settings = "{broken", {}
     if kind == "conversations":
@@ -314,7 +314,7 @@ def train_small(path: Path) -> Path:
 
 
 def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "TOKENIZER_SAMPLE_BYTES", 20_000)
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 20_000)
     taken = []
 
     def remember(texts, vocab_size, path, **options):

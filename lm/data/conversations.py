@@ -114,7 +114,7 @@ def _unread(held: dict, read: tuple[str, ...], where: str) -> set[str]:
     unread = {key for key, value in held.items() if key not in read and value not in EMPTY}
     # In TRL's KTO, a model should not learn an answer with the label false.
     bad_label = {"label"} if held.get("label") is False else set()
-    for key in unread & (REFUSED | bad_label):
+    for key in sorted(unread & (REFUSED | bad_label)):
         remedy = "remove it or rename it (docs/fine-tuning.md lists the keys)"
         raise UsageError(f'{where}: "{key}" is not supported: {remedy}')
     return unread

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -52,6 +52,7 @@ class Encoded(NamedTuple):
     """The documents of a batch of records."""
 
     documents: list[Document]
+    tried: Counter  # the number of records of each file
     bad: list[tuple[str, str]]  # file and message of each record that could not be read
     raw_bytes: int  # bytes of all records of the batch, before they are parsed
     marked: list[str]  # the first marker's name of each record whose text holds one
@@ -71,7 +72,7 @@ def hash_of(content: bytes, digest_size: int = 8) -> int:
 
 
 def encode_batch(
-    kind: str, path: str, markers: bool, segmentations: int, batch: list[Record]
+    kind: str, path: str, segmentations: int, markers: bool, batch: list[Record]
 ) -> Encoded:
     """Encode records of `kind`, text or conversations, with the tokenizer at `path`.
     A text gets `segmentations` segmentations: the tokenizer's own, then random ones. With
@@ -98,7 +99,9 @@ def encode_batch(
             bad.append((record.path, f"{record.place}: {change}"))
         else:
             documents.append(_text(tokenizer, text, ids, segmentations))
-    return Encoded(documents, bad, sum(len(record.raw) for record in batch), marked, unread)
+    tried = Counter(record.path for record in batch)
+    n_bytes = sum(len(record.raw) for record in batch)
+    return Encoded(documents, tried, bad, n_bytes, marked, unread)
 
 
 def documents_in(text: str, markers: bool) -> list[str]:

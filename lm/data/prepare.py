@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +47,7 @@ from lm.data.tokenizer_training import train_tokenizer
 SHARD_TOKENS = 100_000_000  # a shard ends after the document that reaches this number
 SKIP_HINT = "scripts.prepare_data --skip_bad_lines skips and counts such documents"
 # With a tokenizer trained on three times as much text, a text has only 1% fewer tokens.
-TOKENIZER_SAMPLE_BYTES = 4_000_000
+SAMPLE_BYTES = 4_000_000
 # Share of the built-in conversations for validation. It is large, because they hold little text.
 BUILTIN_VAL_FRACTION = 0.1
 Reader = Callable[[list[str]], Iterator[Record]]  # yields the records of files
@@ -138,16 +137,15 @@ def prepare(
             texts, path = _some_texts(splits["train"], read, options), folder / TOKENIZER_FILE
             train_tokenizer(texts, size, path, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
-        encode = partial(encode_batch, options.kind, tokenizer.path, options.markers)
+        ways = options.segmentations_of(files)
+        encode = partial(encode_batch, options.kind, tokenizer.path, ways, options.markers)
         dtype = token_dtype(tokenizer.vocab_size)
         writer = partial(ShardWriter, folder, dtype=dtype, shard_tokens=SHARD_TOKENS)
-        ways = options.segmentations_of(files)
         batches = [
-            (share_for_val, encode_all(read(splits[name]), partial(encode, ways)))
+            (share_for_val, encode_all(read(splits[name]), encode))
             for name, share_for_val in (("train", share), ("val", 1))
             if splits[name]
         ]
-        refuse = partial(refusal, read=read, count_bad=lambda tried: len(encode(1, tried).bad))
         description = {
             "format": FORMAT,
             "kind": options.kind,
@@ -156,11 +154,11 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "tokenizer_sha256": tokenizer_hash(tokenizer.path),
-            **_write_splits(batches, writer, options, refuse, progress),
+            **_write_splits(batches, writer, options, progress),
             "prepared_from": fingerprint,
         }
         content = json.dumps(description, indent=2, ensure_ascii=False)
-        (folder / DESCRIPTION_FILE).write_bytes(content.encode())
+        (folder / DESCRIPTION_FILE).write_bytes(content.encode(errors="replace"))
     return description
 
 
@@ -188,34 +186,30 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
 
 
 def _some_texts(files: list[str], read: Reader, options: PackingOptions) -> Iterator[str]:
-    """Yield about TOKENIZER_SAMPLE_BYTES of documents. Raises UsageError if every document is
-    bad."""
-    first_bad, is_empty = None, True
-    for record in _some_records(files, read, attrgetter("raw")):
+    """Yield about SAMPLE_BYTES of documents. Raises UsageError at the end if there are bad
+    documents and they are not skipped, or if every document is bad."""
+    tried, bad, first_bad = Counter(), Counter(), None
+    for record in _some_records(files, read):
+        tried[record.path] += 1
         try:
             for text in documents_in(parse(record), options.markers):
-                yield text[:TOKENIZER_SAMPLE_BYTES]
-            is_empty = False
+                yield text[:SAMPLE_BYTES]
         except UsageError as error:
-            first_bad = first_bad or error
-            if not options.skip_bad_lines:
-                raise refusal(record.path, str(error), read, _count_unreadable) from error
-    if first_bad and is_empty:
-        raise first_bad
+            bad[record.path] += 1
+            first_bad = first_bad or (record.path, str(error))
+    if first_bad and (bad == tried or not options.skip_bad_lines):
+        raise refusal(*first_bad, bad, tried)
 
 
-def _some_records(
-    files: list[str], read: Reader, key: Callable[[Record], bytes]
-) -> Iterator[Record]:
-    """Yield about TOKENIZER_SAMPLE_BYTES of records, chosen by checksums of their keys. If none is
-    chosen, yield the first records."""
-    size = TOKENIZER_SAMPLE_BYTES
-    chosen = 2**32 * size / max(text_size(files), 1)
-    # The records reach the limit of 2 * size if text_size is wrong or documents repeat.
-    for threshold, limit in ((chosen, 2 * size), (2**32, size)):
+def _some_records(files: list[str], read: Reader) -> Iterator[Record]:
+    """Yield about SAMPLE_BYTES of records, chosen by their checksums. If none is chosen, yield the
+    first records."""
+    chosen = 2**32 * SAMPLE_BYTES / max(text_size(files), 1)
+    # The records reach the limit of 2 * SAMPLE_BYTES if text_size is wrong or documents repeat.
+    for threshold, limit in ((chosen, 2 * SAMPLE_BYTES), (2**32, SAMPLE_BYTES)):
         taken = 0
         for record in read(files):
-            if zlib.crc32(key(record)) < threshold:
+            if zlib.crc32(record.raw) < threshold:
                 yield record
                 taken += max(1, len(record.raw))
                 if taken > limit:
@@ -224,26 +218,11 @@ def _some_records(
             return
 
 
-def _count_unreadable(records: list[Record]) -> int:
-    n_bad = 0
-    for record in records:
-        try:
-            parse(record)
-        except UsageError:
-            n_bad += 1
-    return n_bad
-
-
-def refusal(
-    path: str, problem: str, read: Reader, count_bad: Callable[[list[Record]], int]
-) -> UsageError:
-    """Return the error for a bad document of a file. It advises to skip bad documents only if at
-    least half of the file's documents, or of a sample of them, are good."""
-    # Bad documents may all be equal or empty: their places decide which are tried.
-    tried = list(_some_records([path], read, lambda record: record.place.encode()))
-    n_bad = count_bad(tried)
-    few = 2 * n_bad <= len(tried)
-    tally = f"{n_bad:,} of {len(tried):,} documents tried in this file are bad"
+def refusal(path: str, problem: str, bad: Counter, tried: Counter) -> UsageError:
+    """Return the error for a bad document of a file. `bad` and `tried` count the documents of each
+    file. The error advises to skip bad documents only if at least half of them are good."""
+    few = 2 * bad[path] <= tried[path]
+    tally = f"{bad[path]:,} of {tried[path]:,} documents tried in this file are bad"
     return UsageError(f"{problem}; {SKIP_HINT if few else tally}")
 
 
@@ -251,7 +230,6 @@ def _write_splits(
     batches: list[tuple[float, Iterable[Encoded]]],
     writer: Callable[[str], ShardWriter],
     options: PackingOptions,
-    refuse: Callable[[str, str], UsageError],
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits, and return their part of the description. `batches` has the
@@ -260,7 +238,8 @@ def _write_splits(
     holds for all documents, the first document is for training. The training split holds the first
     segmentation of all its documents, then the other segmentations."""
     train, resegmented, val = map(writer, ("train", "train-resegmented", "val"))
-    n_bad, first_bad, marked, unread = 0, None, Counter(), Counter()
+    tried, bad, marked, unread = (Counter() for _ in range(4))
+    first_bad, bytes_after = None, 0
     waiting = []  # documents for validation before the first document for training
 
     def write(document: Document, split: ShardWriter) -> None:
@@ -269,12 +248,15 @@ def _write_splits(
             resegmented.write(tokens, document.n_bytes)
 
     for share, encoded in ((share, encoded) for share, part in batches for encoded in part):
-        if encoded.bad and not options.skip_bad_lines:
-            raise refuse(*encoded.bad[0])
-        n_bad += len(encoded.bad)
+        tried.update(encoded.tried)
+        bad.update(path for path, _ in encoded.bad)
         marked.update(encoded.marked)
         unread.update(encoded.unread)
-        first_bad = first_bad or next((problem for _, problem in encoded.bad), None)
+        first_bad = first_bad or next(iter(encoded.bad), None)
+        if first_bad and not options.skip_bad_lines:
+            bytes_after += encoded.raw_bytes
+            if bytes_after > SAMPLE_BYTES:  # enough to see if most documents are bad
+                break
         for document in encoded.documents:
             if document.number / 2**64 < share:
                 waiting.append(document)
@@ -283,16 +265,19 @@ def _write_splits(
             while waiting and train.documents:
                 write(waiting.pop(0), val)
         progress(encoded.raw_bytes)
+    if first_bad and not options.skip_bad_lines:
+        raise refusal(*first_bad, bad, tried)
     for i, document in enumerate(waiting):
         write(document, val if i else train)
+    first_problem = first_bad[1] if first_bad else None
     if not train.documents:
-        raise UsageError(first_bad or f"no {options.kind} for training in these files")
+        raise UsageError(first_problem or f"no {options.kind} for training in these files")
     first, others = train.close(), resegmented.close()
     both = {name: first[name] + others[name] for name in others}
     return {
         "splits": {"train": first | both | {"first_tokens": first["tokens"]}, "val": val.close()},
-        "bad_documents": n_bad,
-        "first_bad_document": first_bad,
+        "bad_documents": bad.total(),
+        "first_bad_document": first_problem,
         "documents_with_markers": dict(marked),
         "unread_keys": dict(sorted(unread.items())),
     }
