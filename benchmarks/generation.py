@@ -22,8 +22,8 @@ from torch import Tensor
 from benchmarks.cli import heading, new_parser, table
 from benchmarks.work import SIZES
 from lm.common.errors import UsageError, one_line_errors
-from lm.formats.config_json import llama_config
-from lm.formats.weight_names import to_llama
+from lm.formats.config_json import config_json_of
+from lm.formats.weight_names import to_hugging_face
 from lm.inference import decoder
 from lm.inference.decoder import Decoder
 from lm.inference.generation import generate
@@ -69,10 +69,12 @@ def llama_of(model: Transformer, dtype: str):
     """Return the same model as a LlamaForCausalLM of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**llama_config(model.config, dtype, bos_id=1, eos_id=2))
+    config = LlamaConfig(**config_json_of(model.config, dtype, bos_id=1, eos_id=2))
     llama = LlamaForCausalLM(config).eval()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    lacking = llama.load_state_dict(to_llama(model.config, weights), strict=False).missing_keys
+    lacking = llama.load_state_dict(
+        to_hugging_face(model.config, weights), strict=False
+    ).missing_keys
     assert set(lacking) <= {"lm_head.weight"}  # tied to the embedding
     llama.tie_weights()
     return llama.to(next(model.parameters()).device, DTYPES[dtype])

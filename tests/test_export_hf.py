@@ -191,12 +191,8 @@ def test_a_program_without_the_exported_tokenizer_renders_messages_as_they_are(w
     assert text == said.replace(" </s></s>", "</s>")
 
 
-def test_templates_of_earlier_exports_are_recognised():
-    escaped = "(message['role'] + '\\n' + message['content']) | replace('\ufdd0\ufdd1', "
-    escaped += "'\ufdd0\ufdd0\ufdd1\ufdd1') | replace('<', '<\ufdd0\ufdd1')"
-    old = PLAIN_JINJA.replace("message['role'] + '\\n' + message['content']", escaped)
-    assert old != PLAIN_JINJA
-    assert is_ours(old)
+def test_an_exported_template_is_recognised():
+    assert is_ours(PLAIN_JINJA)
     assert is_ours(exported_jinja(["<s>"]))
     assert not is_ours(PLAIN_JINJA.replace("'\\n'", "' '"))
 

@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lm.formats.config_json import llama_config
-from lm.formats.weight_names import to_llama
+from lm.formats.config_json import config_json_of
+from lm.formats.weight_names import to_hugging_face
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
 
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
@@ -40,9 +40,9 @@ def some_tokens(seq_len=13, batch=3, seed=1) -> torch.Tensor:
 
 def as_llama(model: Transformer) -> PreTrainedModel:
     """Return transformers' Llama or Qwen3 with the same weights."""
-    config = AutoConfig.for_model(**llama_config(model.config, "float32", 1, 2))
+    config = AutoConfig.for_model(**config_json_of(model.config, "float32", 1, 2))
     llama = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    weights = to_llama(model.config, {name: p.data for name, p in model.named_parameters()})
+    weights = to_hugging_face(model.config, {name: p.data for name, p in model.named_parameters()})
     lacking = llama.load_state_dict(weights, strict=False).missing_keys
     assert set(lacking) <= {"lm_head.weight"}  # tied: same as the embedding
     llama.tie_weights()
@@ -70,7 +70,7 @@ def test_gradients_equal_those_of_transformers_llama_or_qwen3(changes):
     tokens, targets = some_tokens(), some_tokens(seed=2)
     model(tokens, targets).loss.backward()
     F.cross_entropy(llama(tokens).logits.flatten(0, 1), targets.flatten()).backward()
-    ours = to_llama(model.config, {name: p.grad for name, p in model.named_parameters()})
+    ours = to_hugging_face(model.config, {name: p.grad for name, p in model.named_parameters()})
     theirs = dict(llama.named_parameters())
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():

@@ -17,6 +17,16 @@ RESERVED_PIECES = 3 + 256  # <unk>, <s>, </s>, and one piece per byte
 LEAST_VOCABULARY = RESERVED_PIECES + 3
 # SentencePiece drops longer lines without a message, so they are cut.
 LONGEST_LINE = 1 << 14  # characters, each of at most four bytes
+# Settings of SentencePiece. lm/formats/tokenizer_json.py writes them into a restored model.
+TRAINER = {
+    "character_coverage": 1.0,
+    "required_chars": SPACE_SYMBOL,  # it stands for a space; decoding needs this piece
+    "byte_fallback": True,
+    "allow_whitespace_only_pieces": True,
+    "max_sentence_length": 4 * LONGEST_LINE,
+    **{"unk_id": UNK_ID, "bos_id": BOS_ID, "eos_id": EOS_ID, "pad_id": -1},
+}
+NORMALIZER = {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
 
 
 def train_tokenizer(
@@ -60,19 +70,10 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            character_coverage=1.0,
-            required_chars=SPACE_SYMBOL,  # it stands for a space; decoding needs this piece
-            byte_fallback=True,
             normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            max_sentence_length=4 * LONGEST_LINE,
-            unk_id=UNK_ID,
-            bos_id=BOS_ID,
-            eos_id=EOS_ID,
-            pad_id=-1,
             minloglevel=2,
+            **TRAINER,
+            **NORMALIZER,
         )
     except (RuntimeError, ValueError) as error:
         if limit := re.search(r"value <= (\d+)", str(error)):

@@ -11,7 +11,7 @@ from lm.formats.portable import CONFIG_FILE, WeightsError, build_config, read_js
 from model.config import LMConfig
 
 # (has experts, normalises queries and keys) → model_type, and the class in transformers
-KINDS = {
+MODEL_TYPES = {
     (False, False): ("llama", "LlamaForCausalLM"),
     (False, True): ("qwen3", "Qwen3ForCausalLM"),
     (True, False): ("qwen2_moe", "Qwen2MoeForCausalLM"),
@@ -26,16 +26,16 @@ SCALING = {
 }
 
 
-def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict:
+def config_json_of(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict:
     """Return config.json. transformers 4 and 5 use different keys for dtype and rotary settings."""
     rope = {"rope_type": "default"}
     if scaling := config.rope_scaling:
         rope = {theirs: getattr(scaling, ours) for ours, theirs in SCALING.items()}
         rope["rope_type"] = "llama3"
     rope["rope_theta"] = config.rope_theta
-    kind, architecture = KINDS[config.use_moe, config.qk_norm]
+    model_type, architecture = MODEL_TYPES[config.use_moe, config.qk_norm]
     values = {
-        "model_type": kind,
+        "model_type": model_type,
         "architectures": [architecture],
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
@@ -84,20 +84,20 @@ COMPUTED = {
     "quantization_config": (None,),
     "rope_type": ("default", "llama3"),
 }
+READABLE = [*dict(MODEL_TYPES.values()), "minimind"]  # values of model_type
 
 
-READABLE = (*(kind for kind, _ in KINDS.values()), "minimind")  # values of model_type
-
-
-def read_llama_config(folder: Path) -> LMConfig:
+def read_config_json(folder: Path) -> LMConfig:
     """Read config.json. Raises WeightsError if a setting has no counterpart in this model."""
     if (folder / "adapter_config.json").exists():
         remedy = "merge it into its base with merge_and_unload() of PEFT, and import that"
         raise WeightsError(f"{folder} is an adapter of PEFT: {remedy}")
     values = read_json(folder / CONFIG_FILE)
-    if (kind := values.get("model_type")) not in READABLE:
-        kinds = ", ".join(READABLE)
-        raise WeightsError(f"{folder}: model_type is {kind!r}, only {kinds} can be read")
+    model_type = values.get("model_type")
+    if model_type not in READABLE:
+        readable = ", ".join(READABLE)
+        raise WeightsError(f"{folder}: model_type is {model_type!r}, only {readable} can be read")
+    is_minimind = model_type == "minimind"
     rope = (values.get("rope_parameters") or {}) | (values.get("rope_scaling") or {})
     rope_type = rope.get("type") or rope.get("rope_type", "default")  # "type" is the old name
     for name, allowed in COMPUTED.items():
@@ -112,17 +112,17 @@ def read_llama_config(folder: Path) -> LMConfig:
         "n_kv_heads": values.get("num_key_value_heads") or values.get("num_attention_heads"),
         "vocab_size": values.get("vocab_size"),
         # transformers' default: for other models, hidden_size divided by the number of heads
-        "head_dim": values.get("head_dim") or (128 if kind == "qwen3" else None),
+        "head_dim": values.get("head_dim") or (128 if model_type == "qwen3" else None),
         "hidden_dim": values.get("intermediate_size", 11008),
         "norm_eps": values.get("rms_norm_eps", 1e-6),
         "rope_theta": rope.get("rope_theta") or values.get("rope_theta", 10000.0),
         "rope_scaling": scaling if rope_type == "llama3" else None,
         "max_seq_len": values.get("max_position_embeddings", 2048),
-        "tie_embeddings": values.get("tie_word_embeddings", kind == "minimind"),
+        "tie_embeddings": values.get("tie_word_embeddings", is_minimind),
         # Earlier models of MiniMind have the same model_type, but n_routed_experts.
-        "qk_norm": kind.startswith("qwen3") or (kind == "minimind" and "num_experts" in values),
+        "qk_norm": model_type.startswith("qwen3") or (is_minimind and "num_experts" in values),
     }
-    if kind.endswith("_moe") or values.get("use_moe"):
+    if model_type.endswith("_moe") or values.get("use_moe"):
         hidden_dim = values.get("moe_intermediate_size") or config["hidden_dim"]
         names = ("n_routed_experts", "num_experts", "num_local_experts")
         config |= {
@@ -131,6 +131,6 @@ def read_llama_config(folder: Path) -> LMConfig:
             "num_experts_per_tok": values.get("num_experts_per_tok"),
             "n_shared_experts": values.get("n_shared_experts") or 0,
             "moe_hidden_dim": hidden_dim,
-            "norm_topk_prob": values.get("norm_topk_prob", kind == "minimind"),
+            "norm_topk_prob": values.get("norm_topk_prob", is_minimind),
         }
     return build_config(config, folder)

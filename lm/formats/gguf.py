@@ -13,7 +13,7 @@ from lm.common.errors import UsageError
 from lm.data.chat_template import PLAIN_JINJA
 from lm.data.tokenizer import JsonTokenizer, Tokenizer
 from lm.formats.tokenizer_json import read_exact
-from lm.formats.weight_names import llama_name, their_rows
+from lm.formats.weight_names import their_name, their_rows
 from model.config import LMConfig
 from model.rotary import rotary_frequencies
 from model.transformer import Transformer
@@ -34,16 +34,16 @@ def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> Non
         if config.qk_norm:  # llama.cpp rotates a Qwen3's channels as transformers does
             values = their_rows(config, ours, values)
         values = values.numpy()
-        name = names.get_name(llama_name(ours), try_suffixes=(".weight",))
-        kind = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else wanted.upper()]
+        name = names.get_name(their_name(ours), try_suffixes=(".weight",))
+        stored_as = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else wanted.upper()]
         try:
-            stored = gguf.quantize(values, kind)
+            stored = gguf.quantize(values, stored_as)
         except gguf.QuantError as error:
             rows = f"rows of {values.shape[-1]} numbers, q8_0 needs a multiple of 32"
             raise UsageError(f"{name} has {rows}: pass --type f16") from error
-        if not np.isfinite(gguf.dequantize(stored, kind)).all():
+        if not np.isfinite(gguf.dequantize(stored, stored_as)).all():
             raise UsageError(f"{name} does not fit into {wanted}: pass --type f32")
-        writer.add_tensor(name, stored, raw_dtype=kind)
+        writer.add_tensor(name, stored, raw_dtype=stored_as)
 
 
 def add_shape(writer: gguf.GGUFWriter, config: LMConfig) -> None:
@@ -100,8 +100,8 @@ def export_gguf(
         raise UsageError(f"experts cannot be written to GGUF: {remedy}")
     writer = gguf.GGUFWriter(None, "qwen3" if model.config.qk_norm else "llama")
     writer.add_name(out.stem)
-    kind = "ALL_F32" if file_type == "f32" else f"MOSTLY_{file_type.upper()}"
-    writer.add_file_type(gguf.LlamaFileType[kind])
+    number = "ALL_F32" if file_type == "f32" else f"MOSTLY_{file_type.upper()}"
+    writer.add_file_type(gguf.LlamaFileType[number])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, model.config)
     add_vocabulary(writer, read_exact(tokenizer), tokenizer, model.config.vocab_size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lm.common.errors import UsageError
 from lm.data.tokenizer import TOKENIZER_FILE, TOKENIZER_JSON, JsonTokenizer, Tokenizer, read_markers
-from lm.formats.config_json import llama_config, read_llama_config
+from lm.formats.config_json import config_json_of, read_config_json
 from lm.formats.portable import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -22,7 +22,7 @@ from lm.formats.portable import (
     write_json,
 )
 from lm.formats.tokenizer_json import convert, exported_jinja, read_exact, without_escapes
-from lm.formats.weight_names import our_rows, our_weights, to_llama
+from lm.formats.weight_names import our_rows, our_weights, to_hugging_face
 from model.config import LMConfig
 from model.transformer import Transformer
 
@@ -55,9 +55,9 @@ def weight_files(folder: Path) -> list[Path]:
     raise WeightsError(f"{folder}: {missing}: download the whole folder")
 
 
-def read_llama_weights(folder: Path) -> dict[str, Tensor]:
+def read_hugging_face(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a Hugging Face folder with our names and our order of rows."""
-    config = read_llama_config(folder)
+    config = read_config_json(folder)
     parts = chain(*(load_tensors(file).items() for file in weight_files(folder)))
     found = our_weights(parts, str(folder))
     weights = {name: our_rows(config, name, weight) for name, weight in found.items()}
@@ -80,14 +80,14 @@ def write_model(folder: Path, model: Transformer, tokenizer: Tokenizer, dtype: s
     config = model.config
     if config.n_shared_experts:
         raise UsageError("transformers has no Llama with shared experts: no export is possible")
-    kind = getattr(torch, dtype)
-    weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}
+    precision = getattr(torch, dtype)
+    weights = {key: p.detach().to(precision) for key, p in model.named_parameters()}
     for key, weight in weights.items():
         if not weight.isfinite().all():
             raise UsageError(f"{key} does not fit into {dtype}: pass --dtype float32")
-    inert = {key: weight.to(kind) for key, weight in inert_weights(config).items()}
-    save_tensors(folder / WEIGHTS_FILE, to_llama(config, weights) | inert)
-    values = llama_config(config, dtype, tokenizer.bos_id, tokenizer.eos_id)
+    inert = {key: weight.to(precision) for key, weight in inert_weights(config).items()}
+    save_tensors(folder / WEIGHTS_FILE, to_hugging_face(config, weights) | inert)
+    values = config_json_of(config, dtype, tokenizer.bos_id, tokenizer.eos_id)
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
     generation = {name: values[name] for name in ("bos_token_id", "eos_token_id")}
     if tokenizer.more_end_ids:

@@ -20,8 +20,8 @@ from lm.data.tokenizer import (
     open_tokenizer,
     tokenizer_in,
 )
-from lm.formats.config_json import read_llama_config
-from lm.formats.hugging_face import read_llama_weights
+from lm.formats.config_json import read_config_json
+from lm.formats.hugging_face import read_hugging_face
 from lm.formats.portable import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -65,8 +65,8 @@ def import_weights(
             assumed = {}
             if extra := given.keys() - {"max_seq_len"}:
                 raise UsageError(f"leave out --{min(extra)}: {source / CONFIG_FILE} sets it")
-            config = build_config(read_llama_config(source).to_dict() | given, source)
-            weights = read_llama_weights(source)
+            config = build_config(read_config_json(source).to_dict() | given, source)
+            weights = read_hugging_face(source)
         else:
             weights, said = _state_dict(source)
             for name in said.keys() & given.keys() - {"max_seq_len"}:

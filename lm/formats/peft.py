@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lm.formats.portable import save_tensors, write_json
-from lm.formats.weight_names import llama_name, to_llama
+from lm.formats.weight_names import their_name, to_hugging_face
 from model.config import LMConfig
 from model.lora import LoRA
 
@@ -23,12 +23,12 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
     """Write the trained parameters: adapters, and whole weights as PEFT's modules_to_save."""
     tensors, adapted, whole = {}, {}, {}  # the last two are ordered sets of module names
     for name, tensor in weights.items():
-        layer, _, kind = name.rpartition(".")
-        theirs = llama_name(f"{layer}.weight").removesuffix(".weight")
-        if kind != "lora_a":
-            (tensor,) = to_llama(config, {f"{layer}.weight": tensor}).values()
-        (whole if kind == "weight" else adapted)[theirs] = None
-        tensors[f"{PREFIX}{theirs}.{FACTORS.get(kind, kind)}"] = tensor
+        layer, _, part = name.rpartition(".")
+        theirs = their_name(f"{layer}.weight").removesuffix(".weight")
+        if part != "lora_a":
+            (tensor,) = to_hugging_face(config, {f"{layer}.weight": tensor}).values()
+        (whole if part == "weight" else adapted)[theirs] = None
+        tensors[f"{PREFIX}{theirs}.{FACTORS.get(part, part)}"] = tensor
     if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT copies it for lm_head
         whole["lm_head"] = None
         tensors[f"{PREFIX}lm_head.weight"] = weights["tok_embeddings.weight"].clone()

@@ -22,27 +22,23 @@ from tokenizers import decoders, models, normalizers, processors
 from lm.common.errors import UsageError
 from lm.data.chat_template import JINJA_TURN, PLAIN_JINJA
 from lm.data.tokenizer import SPACE_SYMBOL, TOKENIZER_FILE, Tokenizer, tokenizer_in
-from lm.data.tokenizer_training import BOS_ID, EOS_ID, LONGEST_LINE, RESERVED_PIECES, UNK_ID
+from lm.data.tokenizer_training import (
+    BOS_ID,
+    EOS_ID,
+    NORMALIZER,
+    RESERVED_PIECES,
+    TRAINER,
+    UNK_ID,
+)
 
 # transformers also looks for markers in a user's text. `exported_jinja` therefore puts these two
 # noncharacters into the name of a marker, and the exported tokenizer.json removes them. If a text
 # already has such a pair, it gets another pair inside, and only the inner pair is removed.
 ESCAPE = "\ufdd0\ufdd1"
-Kind = ModelProto.SentencePiece.Type
-# The first pieces and the settings of every model that lm/data/tokenizer_training.py writes.
+Piece = ModelProto.SentencePiece.Type
+# The first pieces of every model that lm/data/tokenizer_training.py writes.
 RESERVED = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-MARKER_KINDS = {UNK_ID: Kind.UNKNOWN, BOS_ID: Kind.CONTROL, EOS_ID: Kind.CONTROL}
-TRAINER = {
-    "model_type": TrainerSpec.BPE,
-    "character_coverage": 1.0,
-    "max_sentence_length": 4 * LONGEST_LINE,
-    "allow_whitespace_only_pieces": True,
-    "byte_fallback": True,
-    "required_chars": SPACE_SYMBOL,
-    **{"unk_id": UNK_ID, "bos_id": BOS_ID, "eos_id": EOS_ID, "pad_id": -1},
-}
-NORMALIZER = {"name": "identity", "precompiled_charsmap": b""}
-NORMALIZER |= {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
+MARKERS = {UNK_ID: Piece.UNKNOWN, BOS_ID: Piece.CONTROL, EOS_ID: Piece.CONTROL}
 # lm/data/tokenizer.py encodes the parts between literal U+2581 one by one, so SentencePiece adds
 # its dummy prefix, a space, to each part. This pattern matches the start of each part.
 PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
@@ -56,8 +52,8 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
     if the ids could differ."""
     model = read_exact(tokenizer)
     vocabulary = {written(piece): id for id, piece in enumerate(model.pieces)}
-    scores = {written(p): p.score for p in model.pieces if p.type == Kind.NORMAL}
-    unknown = next(p.piece for p in model.pieces if p.type == Kind.UNKNOWN)
+    scores = {written(p): p.score for p in model.pieces if p.type == Piece.NORMAL}
+    unknown = next(p.piece for p in model.pieces if p.type == Piece.UNKNOWN)
     converted = tokenizers.Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges(scores), byte_fallback=True, unk_token=unknown)
     )
@@ -76,7 +72,7 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
         pair=[begin, "$A", begin, "$B"],
         special_tokens=[(begin, tokenizer.bos_id)],
     )
-    markers = [p.piece for p in model.pieces if p.type in (Kind.CONTROL, Kind.UNKNOWN)]
+    markers = [p.piece for p in model.pieces if p.type in (Piece.CONTROL, Piece.UNKNOWN)]
     converted.add_special_tokens(
         [tokenizers.AddedToken(marker, special=True, normalized=False) for marker in markers]
     )
@@ -95,12 +91,13 @@ def restore(tokenizer_json: Path, out: Path) -> bool:
     pieces = sorted(ids, key=ids.get)
     if pieces[:RESERVED_PIECES] != RESERVED:
         return False
-    trainer = TrainerSpec(vocab_size=len(pieces), **TRAINER)
-    model = ModelProto(trainer_spec=trainer, normalizer_spec=NormalizerSpec(**NORMALIZER))
-    kinds = dict.fromkeys(range(RESERVED_PIECES), Kind.BYTE) | MARKER_KINDS
+    trainer = TrainerSpec(model_type=TrainerSpec.BPE, vocab_size=len(pieces), **TRAINER)
+    normalizer = NormalizerSpec(name="identity", precompiled_charsmap=b"", **NORMALIZER)
+    model = ModelProto(trainer_spec=trainer, normalizer_spec=normalizer)
+    types = dict.fromkeys(range(RESERVED_PIECES), Piece.BYTE) | MARKERS
     for id, piece in enumerate(pieces):
-        if id in kinds:
-            model.pieces.add(piece=piece, score=0, type=kinds[id])
+        if id in types:
+            model.pieces.add(piece=piece, score=0, type=types[id])
         else:
             score = -float(id - RESERVED_PIECES)
             model.pieces.add(piece=piece.replace(" ", SPACE_SYMBOL), score=score)
@@ -130,9 +127,9 @@ def exported_jinja(markers: Iterable[str]) -> str:
 
 
 def is_ours(template: str) -> bool:
-    """Return True for PLAIN_JINJA, and for its exported forms of this and earlier versions."""
+    """Return True for PLAIN_JINJA, and for its exported forms."""
     plain = re.sub(r"{% if pad_token is def.*?{% else %}(.*?){% endif %}", r"\1", template.strip())
-    return re.sub(r"\((message.*?)\)( \| replace\(.*?\))+", r"\1", plain) == PLAIN_JINJA
+    return plain == PLAIN_JINJA
 
 
 def without_escapes(tokenizer_json: str) -> str:
@@ -149,9 +146,9 @@ def read_exact(tokenizer: Tokenizer) -> ModelProto:
     model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     charsmaps = normalizer.precompiled_charsmap, model.denormalizer_spec.precompiled_charsmap
-    pieces = {p.piece: p.score for p in model.pieces if p.type == Kind.NORMAL}
+    pieces = {p.piece: p.score for p in model.pieces if p.type == Piece.NORMAL}
     scores = [score for piece, score in pieces.items() if len(piece) > 1]
-    kinds = {p.type for p in model.pieces}
+    types = {p.type for p in model.pieces}
     problems = {
         "is not BPE": trainer.model_type != trainer.BPE,
         "has no pieces for bytes": not trainer.byte_fallback,
@@ -159,7 +156,7 @@ def read_exact(tokenizer: Tokenizer) -> ModelProto:
         "puts a space after a text": trainer.treat_whitespace_as_suffix,
         "removes spaces": normalizer.remove_extra_whitespaces,
         "keeps spaces as they are": not normalizer.escape_whitespaces,
-        "has user-defined or unused pieces": kinds & {Kind.USER_DEFINED, Kind.UNUSED},
+        "has user-defined or unused pieces": types & {Piece.USER_DEFINED, Piece.UNUSED},
         "has two pieces of the same score": len(scores) > len(set(scores)),
         "has a character that is no piece": {c for piece in pieces for c in piece} - set(pieces),
     }
@@ -182,7 +179,7 @@ def export_warning(folder: str | Path) -> str:
 
 def written(piece: ModelProto.SentencePiece) -> str:
     """Return the spelling of a piece in tokenizer.json: pieces of text have spaces for U+2581."""
-    return piece.piece.replace(SPACE_SYMBOL, " ") if piece.type == Kind.NORMAL else piece.piece
+    return piece.piece.replace(SPACE_SYMBOL, " ") if piece.type == Piece.NORMAL else piece.piece
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:

@@ -52,12 +52,12 @@ def rotated_heads(name: str, config: LMConfig) -> int | None:
     return heads.get(name.split(".")[-2])
 
 
-def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_hugging_face(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename weights to Hugging Face's names, where each expert has its own matrices, and reorder
     the rows of wq and wk."""
     renamed = {}
     for name, weight in weights.items():
-        theirs = llama_name(name)
+        theirs = their_name(name)
         if weight.dim() == 3:  # (experts, rows, cols)
             for i, matrix in enumerate(weight):
                 renamed[theirs.replace("mlp.", f"mlp.experts.{i}.")] = matrix
@@ -72,7 +72,7 @@ def their_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
     return reordered(weight, heads, -1, 2) if heads else weight
 
 
-def llama_name(name: str) -> str:
+def their_name(name: str) -> str:
     """Return Hugging Face's name of a weight."""
     if layer := re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight)?", name):
         return f"model.layers.{layer[1]}.{IN_LAYER[layer[2]]}.weight"

@@ -13,8 +13,8 @@ from lm.common.errors import UsageError
 from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, JinjaTemplate
 from lm.data.tokenizer import JsonTokenizer, Tokenizer, open_tokenizer, tokenizer_in
 from lm.formats import portable
-from lm.formats.config_json import read_llama_config
-from lm.formats.hugging_face import read_llama_weights
+from lm.formats.config_json import read_config_json
+from lm.formats.hugging_face import read_hugging_face
 from lm.storage import checkpoint
 from lm.storage.find import BEST, find_run
 from lm.storage.folder import RunFolder
@@ -83,7 +83,7 @@ class WeightsFolder:
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the weights, with adapters merged. Raises ConfigError if they are damaged."""
         if self.is_foreign:
-            return read_llama_weights(self.path)
+            return read_hugging_face(self.path)
         if self.is_checkpoint:
             weights = checkpoint.saved_weights(self.path)
             return merged_weights(weights, checkpoint.saved_lora(self.path))
@@ -92,7 +92,7 @@ class WeightsFolder:
     def config(self) -> LMConfig:
         """Return the shape of the model. Raises ConfigError if its file is damaged or invalid."""
         if self.is_foreign:
-            return read_llama_config(self.path)
+            return read_config_json(self.path)
         if self.is_checkpoint:
             state = checkpoint.read_state(self.path)
             return portable.build_config(state["model"], self.path / checkpoint.STATE)
