@@ -361,9 +361,13 @@ class Malicious:
         (lambda s: s, "", "pass --n_heads"),
         (lambda s: s, "--n_heads 7", "--n_heads 7 does not divide the 48 rows of wq"),
         (lambda s: s | {"norm.weight": torch.ones(48).int()}, "--n_heads 6", "weight contains"),
-        (lambda s: {"fc.weight": torch.ones(2, 2)}, "--n_heads 6", "tok_embeddings.weight is mis"),
-        (lambda s: {"step": 2}, "--n_heads 6", "not a state dict: step is not a tensor"),
-        (lambda s: s | {"layers.0.x.bias": torch.ones(4)}, "--n_heads 6", "x.bias is not in this"),
+        (lambda s: {"fc.weight": torch.ones(2, 2)}, "--n_heads 6", "fc.weight has no counterpart"),
+        (lambda s: {"step": 2}, "--n_heads 6", "step is not a tensor"),
+        (
+            lambda s: s | {"layers.0.x.bias": torch.ones(4)},
+            "--n_heads 6",
+            "x.bias has no",
+        ),
         (lambda s: {"model": s, "x": Malicious()}, "--n_heads 6", "holds code, which is not run"),
     ],
 )

@@ -37,7 +37,7 @@ from lm.formats.portable import (
     write_json,
 )
 from lm.formats.tokenizer_json import is_ours, restore
-from lm.formats.weight_names import PREFIX, TABLE, our_rows, our_weights
+from lm.formats.weight_names import our_rows, our_weights
 from model.config import LMConfig
 
 # These settings do not follow from the weights. Defaults in Meta's code of Llama 1 and 2:
@@ -68,15 +68,18 @@ def import_weights(
             config = build_config(read_config_json(source).to_dict() | given, source)
             weights = read_hugging_face(source)
         else:
-            weights, said = _state_dict(source)
+            content, said = _state_dict(source)
+            weights = our_weights(content.items(), str(source))
             for name in said.keys() & given.keys() - {"max_seq_len"}:
                 if said[name] != given[name]:
                     raise UsageError(f"drop --{name}: {source} or params.json says {said[name]}")
             given = said | given
             assumed = DEFAULTS | (NORMED if any("q_norm" in name for name in weights) else {})
-            assumed |= EXPERTS if any(".experts." in name for name in weights) else {}
+            assumed |= EXPERTS if any(".experts." in name for name in content) else {}
             assumed = {name: value for name, value in assumed.items() if name not in given}
-            config, weights = _read_file(source, weights, assumed | given)
+            config = _config_from_shapes(weights, assumed | given, source)
+            if any(".self_attn." in name for name in content):  # Hugging Face's order of rows
+                weights = {name: our_rows(config, name, x) for name, x in weights.items()}
         require_fit(without_memory(config), weights, str(source))
         names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
         save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
@@ -138,21 +141,9 @@ def is_import(folder: Path) -> bool:
     return CONFIG_FILE in names and not others and "n_layers" in read_json(folder / CONFIG_FILE)
 
 
-def _read_file(
-    path: Path, weights: dict[str, Tensor], settings: dict
-) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Return config and renamed weights. Raises UsageError if the config cannot be derived."""
-    if theirs := any(".self_attn." in name for name in weights):
-        weights = our_weights(weights.items(), str(path))
-    config = _config_from_shapes(weights, settings, path)
-    if theirs:
-        weights = {name: our_rows(config, name, weight) for name, weight in weights.items()}
-    return config, weights
-
-
-def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
-    """Return the tensors of a file by names without PREFIX, and the settings in the file or in
-    Meta's params.json next to the file. Raises WeightsError if a file cannot be used."""
+def _state_dict(path: Path) -> tuple[dict, dict]:
+    """Return the state dict in a file, and the settings in the file or in Meta's params.json next
+    to the file. Raises WeightsError if a file cannot be used."""
     content = load_tensors(path)
     beside = path.with_name("params.json")
     said = read_json(beside) if beside.exists() else {}
@@ -161,11 +152,7 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
         content = content["model"]
     if said.get("use_scaled_rope"):
         raise WeightsError(f"{path}: use_scaled_rope is set: import the Hugging Face folder")
-    said = {name: said[name] for name in ("n_heads", *DEFAULTS) if name in said}
-    if others := [name for name, value in content.items() if not isinstance(value, Tensor)]:
-        raise WeightsError(f"{path}: not a state dict: {others[0]} is not a tensor")
-    weights = {name: tensor for name, tensor in content.items() if not TABLE.search(name)}
-    return {PREFIX.sub("", name): tensor for name, tensor in weights.items()}, said
+    return content, {name: said[name] for name in ("n_heads", *DEFAULTS) if name in said}
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:

@@ -86,10 +86,13 @@ INNER_NAMES = {theirs: ours for ours, theirs in IN_LAYER.items()}
 
 
 def our_name(name: str, source: str) -> str:
-    """Return our name for Hugging Face's `name`. Raises WeightsError if there is none."""
+    """Return our name for `name`, which is Hugging Face's or ours. Raises WeightsError if there is
+    none."""
     core = PREFIX.sub("", name)
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", core)
-    if layer and layer[2] in INNER_NAMES:
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight)?", core)
+    if core in OUTER or (layer and layer[2] in IN_LAYER):
+        return core
+    if layer and layer[3] and layer[2] in INNER_NAMES:
         return f"layers.{layer[1]}.{INNER_NAMES[layer[2]]}.weight"
     if core in OUTER_NAMES:
         return OUTER_NAMES[core]
@@ -118,8 +121,8 @@ def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
 
 
 def our_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> dict[str, Tensor]:
-    """Return Hugging Face's weights with our names; the matrices of experts are stacked. Raises
-    WeightsError if a weight has no counterpart in this model."""
+    """Return weights with our names; the matrices of experts are stacked. Raises WeightsError if
+    a weight has no counterpart in this model."""
     renamed, stacks = {}, defaultdict(dict)
     for name, weight in weights:
         if not isinstance(weight, Tensor):
