@@ -17,7 +17,7 @@ from lm.engine.hardware import GIB, available_memory, peak_flops
 from lm.engine.memory import OVERHEAD, Workload, estimate, largest_batch
 from lm.engine.network import RATES, Network, bytes_per_second, links_of
 from lm.engine.plan import LOSS, Plan
-from lm.engine.strategy import GPU
+from lm.engine.strategy import GPU, Strategy
 from lm.formats.portable import without_memory
 from lm.training.arguments import as_arguments, build_parser
 from model import ConfigError, LMConfig
@@ -58,94 +58,89 @@ def describe(options: dict) -> str:
     """Return the tables and the advice. Raises UsageError or ConfigError if a value cannot work."""
     flags = Namespace(**{name: options.pop(name) for name in PLAN_FLAGS})
     args, model_settings = as_arguments(options)
-    processes, has_gpu = flags.num_processes, torch.cuda.is_available()
-    machines = flags.num_machines or math.ceil(processes / GPUS)
-    if flags.num_machines and processes % machines:
-        raise UsageError(f"--num_machines {machines} does not divide --num_processes {processes}")
+    n, has_gpu = flags.num_processes, torch.cuda.is_available()
+    machines = flags.num_machines or math.ceil(n / GPUS)
+    if flags.num_machines and n % machines:
+        raise UsageError(f"--num_machines {machines} does not divide --num_processes {n}")
     if not all(x is None or x > 0 for x in (flags.gpu_memory, flags.ram, flags.mfu, flags.tokens)):
         raise UsageError("--gpu_memory, --ram, --mfu and --tokens must be above 0")
     if flags.device and not flags.gpu_memory and not has_gpu:
         raise UsageError(f"--device {flags.device}: also pass --gpu_memory, in GiB")
-    per_machine = processes // machines if flags.num_machines else GPUS
-    here = min(processes, per_machine)  # processes of a machine
-    ram = flags.ram * GIB / processes if flags.ram else math.inf  # unknown for other machines
+    per_machine = n // machines if flags.num_machines else GPUS
+    ram = flags.ram * GIB / n if flags.ram else math.inf  # of a process; unknown if not here
     if not (flags.ram or flags.gpu_memory):
-        ram = available_memory(torch.device("cpu"), here)
+        ram = available_memory(torch.device("cpu"), min(n, per_machine))
     device = torch.device("cuda" if flags.gpu_memory or has_gpu else "cpu")
+    limit = int((flags.gpu_memory or 0) * GIB) or available_memory(device, min(n, per_machine))
     name = flags.device or (torch.cuda.get_device_name() if has_gpu else "this device")
     link, pcie = links_of(name)
     link = flags.link or link
+    links = Network(per_machine, *map(bytes_per_second, (link, flags.network, pcie)))
     shapes = without_memory(LMConfig(**model_settings, vocab_size=flags.vocab_size))
-    step = args.global_batch(processes) * shapes.config.max_seq_len  # tokens
+    step = args.global_batch(n) * shapes.config.max_seq_len  # tokens
     suitable = TOKENS_PER_PARAMETER * shapes.num_parameters(active=True)
     steps = (flags.tokens or (args.max_steps or 0) * step or suitable) / step
-    flops = step * shapes.flops_per_token(shapes.config.max_seq_len) / processes
+    flops = step * shapes.flops_per_token(shapes.config.max_seq_len) / n  # of a process in a step
     compiled = should_compile(args.compile, steps * flops, device)
+    work = Workload(args=args, shapes=shapes, processes=n, device=device, compiled=compiled)
     precision = "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32")
     peak = peak_flops(name, precision)
-    plan = Plan(
-        work=Workload(
-            args=args, shapes=shapes, processes=processes, device=device, compiled=compiled
-        ),
-        network=Network(per_machine, *map(bytes_per_second, (link, flags.network, pcie))),
-        computing=flops / (peak * flags.mfu) if peak else 0,
-        memory=int((flags.gpu_memory or 0) * GIB) or available_memory(device, here),
-        ram=ram,
-    )
+    computing = flops / (peak * flags.mfu) if peak else 0
+    plan = Plan(work=work, network=links, computing=computing, memory=limit, ram=ram)
     lines = [
         f"{shapes.num_parameters() / 1e6:.2f} million parameters, {step:,} tokens per step, "
         f"{step * steps / 1e9:.3g} billion tokens in {counted(round(steps), 'steps')}",
-        f"{counted(processes, 'processes')}, {plan.memory / GIB:.1f} GiB per process, of which "
+        f"{counted(n, 'processes')}, {limit / GIB:.1f} GiB per process, of which "
         f"{OVERHEAD // GIB} for libraries; {name} at {flags.mfu:.0%} MFU",
         f"{counted(machines, 'machines')}; {link} in a machine, {flags.network} between machines, "
-        f"{pcie} to RAM",
-        *tables(plan, steps),
-        "Hidden: sending that is assumed to pass while the GPU computes.",
-        f"Most GPUs: the largest power of two that loses less than {LOSS:.0%} of the time.",
-        "≥: plus the time of AdamW on the CPU and the time of NVMe, which are not known.\n",
-        *advice(plan),
+        f"{pcie} to RAM\n",
+        columns([memory_row(plan, engine) for engine in plan.engines()]),
     ]
-    if not peak:
+    if peak:
+        lines += [
+            f"\n{columns([time_row(plan, engine, steps) for engine in plan.engines()])}",
+            "Hidden: sending that is assumed to pass while the GPU computes.",
+            f"Most GPUs: the largest power of two that loses less than {LOSS:.0%} of the time.",
+            "≥: plus the time of AdamW on the CPU and the time of NVMe, which are not known.",
+        ]
+    else:
         lines.append(f"Hours are unknown for {name} in {precision}: pass a --device such as H100")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *advice(plan)])
 
 
-def tables(plan: Plan, steps: float) -> list[str]:
-    """Return a table of memory and one of times, with a row for each engine."""
-    memories, times, work = [], [], plan.work
-    for engine in plan.engines():
-        expected = estimate(plan.as_trained(engine), work)
-        time = plan.shared_by(work.processes, engine)
-        row = {
-            "memory" if work.on_cpu else "GPU memory": memory(expected.peak),
-            "RAM": memory(expected.ram) if expected.ram else "0",
-            "largest batch": str(largest_batch(engine, work, plan.memory)),
-        }
-        memories.append({"engine": engine.name} | row)
-        row = {"GB sent": f"{time.sent / 1e9:.2f}", "sending, s": f"{time.sending:.3g}"}
-        if plan.computing:
-            is_least = engine.optimizer_on != GPU and not work.on_cpu
-            row = {
-                "GB sent": row["GB sent"],
-                "computing, s": f"{time.computing:.3g}",
-                "sending, s": row["sending, s"],
-                "hidden, s": f"{time.hidden:.3g}",
-                "hours": "≥ " * is_least + f"{time.total * steps / 3600:.3g}",
-                "lost": f"{time.lost:.0%}",
-                "most GPUs": f"{plan.most_processes(engine):,}",
-            }
-        times.append({"engine": engine.name} | row)
-    return [f"\n{columns(memories)}\n", columns(times)]
+def memory_row(plan: Plan, engine: Strategy) -> dict[str, str]:
+    """Return the row of an engine in the table of memory, batch and bytes sent."""
+    expected = estimate(plan.as_trained(engine), plan.work)
+    return {
+        "engine": engine.name,
+        "memory" if plan.work.on_cpu else "GPU memory": memory(expected.peak),
+        "RAM": memory(expected.ram) if expected.ram else "0",
+        "largest batch": str(largest_batch(engine, plan.work, plan.memory)),
+        "GB sent": f"{plan.shared_by(plan.work.processes, engine).sent / 1e9:.2f}",
+    }
+
+
+def time_row(plan: Plan, engine: Strategy, steps: float) -> dict[str, str]:
+    """Return the row of an engine in the table of times."""
+    time = plan.shared_by(plan.work.processes, engine)
+    is_least = engine.optimizer_on != GPU and not plan.work.on_cpu
+    return {
+        "engine": engine.name,
+        "computing, s": f"{time.computing:.3g}",
+        "sending, s": f"{time.sending:.3g}",
+        "hidden, s": f"{time.hidden:.3g}",
+        "hours": "≥ " * is_least + f"{time.total * steps / 3600:.3g}",
+        "lost": f"{time.lost:.0%}",
+        "most GPUs": f"{plan.most_processes(engine):,}",
+    }
 
 
 def advice(plan: Plan) -> list[str]:
     """Return the lines that name the engine to take, and when more GPUs are of no use."""
     if (engine := plan.first_that_fits()) is None:
         return ["No engine fits: take a smaller --batch_size or more memory."]
-    lines = [
-        f"Take {engine.name}, the first that fits, with your model's flags:",
-        f"ENGINE={engine.config} bash run_accelerate.sh",
-    ]
+    lines = [f"Take {engine.name}, the first that fits, with your model's flags:"]
+    lines.append(f"ENGINE={engine.config} bash run_accelerate.sh")
     if plan.computing:
         most = counted(plan.most_processes(engine), "GPUs")
         lines.append(f"More than {most} would lose {LOSS:.0%} of the time or have no sequence.")

@@ -20,11 +20,14 @@ RATES = {"pcie4": 32, "pcie5": 64, "nvlink3": 300, "nvlink4": 450, "nvlink5": 90
 RATES |= {"ethernet25": 3.125, "ethernet100": 12.5, "infiniband200": 25, "infiniband400": 50}
 REACHED = 0.8
 BACKWARD = 2 / 3  # share of a micro-batch's time that its backward pass takes
-# Words of a GPU's name → the link to the others of its machine, unless "PCIe" is another word.
-LINKS = {"A100": "nvlink3", "A800": "160", "H800": "160"}
-LINKS |= dict.fromkeys(("H100", "H200", "GH200"), "nvlink4")
-LINKS |= dict.fromkeys(("B200", "GB200"), "nvlink5")
-PCIE5 = {"H100", "H200", "GH200", "H800", "B200", "GB200"}  # other GPUs have PCIe 4
+# Words of a GPU's name → its links to the others of its machine, and to RAM.
+LINKS = {
+    "A100": ("nvlink3", "pcie4"),
+    "A800": ("160", "pcie4"),
+    "H800": ("160", "pcie5"),
+    "H100 H200 GH200": ("nvlink4", "pcie5"),
+    "B200 GB200": ("nvlink5", "pcie5"),
+}
 
 
 def bytes_per_second(text: str) -> float:
@@ -43,10 +46,10 @@ def bytes_per_second(text: str) -> float:
 
 def links_of(gpu: str) -> tuple[str, str]:
     """Return the links of a GPU with this name: to the others of its machine, and to RAM."""
-    words = gpu.upper().replace("-", " ").split()
-    pcie = "pcie5" if PCIE5 & {*words} else "pcie4"
-    nvlink = [LINKS[word] for word in words if word in LINKS and "PCIE" not in words]
-    return (nvlink or [pcie])[0], pcie
+    words = {*gpu.upper().replace("-", " ").split()}
+    found = (links for names, links in LINKS.items() if words & {*names.split()})
+    link, pcie = next(found, ("pcie4", "pcie4"))
+    return (pcie if "PCIE" in words else link), pcie
 
 
 class Network(NamedTuple):
