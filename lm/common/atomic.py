@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -58,10 +58,9 @@ def whole_folder(out: Path) -> Iterator[Path]:
         remove(partial)
 
 
-@contextmanager
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
-) -> Iterator[Path]:
+) -> AbstractContextManager[Path]:
     """Call `whole_folder` for a folder that is a `what`, which `is_one` recognises. Raises
     UsageError if `out` is a file, holds other things, or is a `what` and `overwrite` is False."""
     out = out.resolve()
@@ -70,8 +69,7 @@ def new_folder(
             raise UsageError(f"{out} exists and is no {what}: choose another folder")
         if not overwrite:
             raise UsageError(f"{out} exists: pass --overwrite to replace it")
-    with whole_folder(out) as partial:
-        yield partial
+    return whole_folder(out)
 
 
 @contextmanager

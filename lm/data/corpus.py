@@ -44,7 +44,7 @@ BATCH_ROWS = 64  # rows of Parquet in memory at once
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.
 LONGEST_FIELD = 1 << 26  # characters
 DELIMITERS = (",", ";", "\t", "|")  # of a .csv; Excel writes semicolons in much of Europe
-SEPARATOR = re.compile(r"sep=(.)\s*")  # a first line with which Excel names the delimiter
+SEPARATOR = re.compile(r'"?sep=(.)"?\s*')  # a first line with which Excel names the delimiter
 NO_DELIMITER = "\x1f"
 # Folders that are not part of the built-in text: tests, installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
