@@ -15,8 +15,7 @@ from lm.common.numbers import columns, counted, memory
 from lm.engine.compilation import should_compile
 from lm.engine.hardware import GIB, available_memory, peak_flops
 from lm.engine.memory import OVERHEAD, Workload, estimate, largest_batch
-from lm.engine.network import RATES, Network, bytes_per_second, links_of
-from lm.engine.plan import LOSS, Plan
+from lm.engine.network import LOSS, RATES, Network, Plan, bytes_per_second, links_of
 from lm.engine.strategy import GPU, Strategy
 from lm.formats.portable import without_memory
 from lm.training.arguments import as_arguments, build_parser

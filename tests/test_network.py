@@ -7,8 +7,7 @@ import pytest
 from test_memory import STRATEGIES, workload
 
 from lm.common.errors import UsageError
-from lm.engine.network import Network, bytes_per_second, step_time, traffic
-from lm.engine.plan import Plan
+from lm.engine.network import Network, Plan, bytes_per_second, step_time, traffic
 
 
 def test_the_bytes_sent_equal_a_count_by_hand():

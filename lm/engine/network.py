@@ -1,4 +1,4 @@
-"""Estimate what a process sends in an optimizer step, and the time that this takes.
+"""Estimate the bytes that a process sends, the time of a step, and how many GPUs a run uses well.
 
 In a ring of P processes each process sends (P - 1) / P of the bytes that are gathered or scattered,
 and twice as much in an all-reduce (Patarasuk and Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002).
@@ -8,17 +8,20 @@ on the CPU, and NVMe.
 docs/engines.md compares it with a simulated network and with published runs.
 """
 
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lm.common.errors import UsageError
-from lm.engine.memory import Workload
-from lm.engine.strategy import GPU, Strategy
+from lm.engine.memory import Workload, can_coalesce, fits
+from lm.engine.strategy import GPU, Strategy, strategies
 
 # GB/s in one direction, by the data sheet: of a GPU's link to the others of its machine, or of one
 # network card. Collective operations are assumed to reach the share REACHED of it.
 RATES = {"pcie4": 32, "pcie5": 64, "nvlink3": 300, "nvlink4": 450, "nvlink5": 900}
 RATES |= {"ethernet25": 3.125, "ethernet100": 12.5, "infiniband200": 25, "infiniband400": 50}
 REACHED = 0.8
+LOSS = 0.1  # share of the time that may be lost by sending, for `most_processes`
 BACKWARD = 2 / 3  # share of a micro-batch's time that its backward pass takes
 # Words of a GPU's name → its links to the others of its machine, and to RAM.
 LINKS = {
@@ -125,3 +128,45 @@ def step_time(strategy: Strategy, work: Workload, computing: float, network: Net
         hidden = 0
     sent = gradients + weights
     return StepTime(computing, sent / rate + copied / network.pcie, hidden, sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run, and what its machines can do."""
+
+    work: Workload
+    network: Network
+    computing: float  # seconds that a process of `work` computes in a step; 0 if unknown
+    memory: int  # bytes that a process may use on its GPU, or in RAM without GPUs
+    ram: float = math.inf  # bytes that a process may offload to RAM
+
+    def engines(self) -> list[Strategy]:
+        """Return the engines that support the optimizer."""
+        muon = self.work.args.optimizer == "muon"
+        return [each for each in strategies() if each.takes_muon or not muon]
+
+    def first_that_fits(self) -> Strategy | None:
+        """Return the engine to take, or None."""
+        found = (each for each in self.engines() if fits(each, self.work, self.memory, self.ram))
+        return next(found, None)
+
+    def shared_by(self, processes: int, engine: Strategy) -> StepTime:
+        """Return the time of a step if so many processes share the global batch."""
+        args = self.work.args
+        rows = math.ceil(args.global_batch(self.work.processes) / processes)  # of a process
+        steps = math.ceil(rows / args.batch_size)
+        args = replace(args, batch_size=math.ceil(rows / steps), accumulation_steps=steps)
+        plan = replace(self, work=replace(self.work, args=args, processes=processes))
+        computing = self.computing * self.work.processes / processes
+        return step_time(plan.as_trained(engine), plan.work, computing, self.network)
+
+    def most_processes(self, engine: Strategy) -> int:
+        """Return the largest power of two of processes that lose less than LOSS of their time when
+        they share the global batch, or 0."""
+        most = self.work.args.global_batch(self.work.processes)
+        counts = [2**i for i in range(most.bit_length())]
+        return max((n for n in counts if self.shared_by(n, engine).lost < LOSS), default=0)
+
+    def as_trained(self, engine: Strategy) -> Strategy:
+        """Return the engine, with `coalesces` as a run would choose it."""
+        return replace(engine, coalesces=can_coalesce(engine, self.work, self.memory))
