@@ -1,1 +1,0 @@
-"""Engines (DeepSpeed, DDP or a single process), and the abilities of the machine."""

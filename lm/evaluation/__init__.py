@@ -1,1 +1,0 @@
-"""Score a trained model on text, conversations and questions, with confidence intervals."""

@@ -1,1 +1,0 @@
-"""Read and write weights and tokenizers in the formats of this project and of other projects."""

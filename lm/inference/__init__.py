@@ -1,1 +1,0 @@
-"""Text generation: decoding, sampling, the terminal programs and the server."""

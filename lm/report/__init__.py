@@ -1,1 +1,0 @@
-"""The page report.html: charts, numbers, samples and settings of runs."""
