@@ -1,10 +1,8 @@
 """Preparations of DeepSpeed before training; integration/test_engines.py tests the training."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import error_of
 from torch.utils import cpp_extension
 
@@ -43,17 +41,8 @@ def test_compiling_an_operation_is_announced_and_failing_is_one_line(monkeypatch
     folder = cpp_extension._get_build_directory("cpu_adam", verbose=False)
     load_operation("CPUAdamBuilder")
     *_, line = capsys.readouterr().out.splitlines()  # DeepSpeed may warn when it is imported
-    assert line.startswith(f"DeepSpeed compiles cpu_adam in {folder}")
+    assert line.startswith(f"DeepSpeed loads cpu_adam from {folder}")
     assert line.endswith(f"delete {folder}/lock")
-    Path(folder, "cpu_adam.so").touch()
-    recipe = Path(folder, "build.ninja")
-    recipe.write_text("cflags = -isystem /another/environment/torch/include -O3")
-    load_operation("CPUAdamBuilder")
-    assert capsys.readouterr().out.startswith("DeepSpeed compiles cpu_adam")
-    recipe.write_text(f"cflags = -isystem {Path(torch.__file__).parent}/include -O3")
-    load_operation("CPUAdamBuilder")
-    assert capsys.readouterr().out == ""
-    recipe.unlink()
     monkeypatch.setattr("deepspeed.git_version_info.installed_ops", {"cpu_adam": True})
     load_operation("CPUAdamBuilder")
     assert capsys.readouterr().out == ""

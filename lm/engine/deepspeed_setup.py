@@ -86,21 +86,18 @@ def needed_operations(config: dict) -> list[str]:
 
 
 def load_operation(name: str) -> None:
-    """Load one of DeepSpeed's operations; print a line if it must be compiled, because it is not
-    installed, and not cached for this environment. Raises UsageError if it cannot be compiled."""
+    """Load one of DeepSpeed's operations; print a line if it may have to be compiled, because it is
+    not installed. Raises UsageError if it cannot be compiled."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops import op_builder  # importing it takes seconds
     from torch.utils import cpp_extension  # importing it changes sys.path
 
     builder = getattr(op_builder, name)()
-    folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
-    recipe = folder / "build.ninja"  # names the folders of the PyTorch that it was compiled for
-    cached = (folder / f"{builder.name}.so").exists() and recipe.exists()
-    cached = cached and str(Path(torch.__file__).parent / "include") in recipe.read_text()
-    if not (cached or installed_ops.get(builder.name)):
+    if not installed_ops.get(builder.name):
+        folder = cpp_extension._get_build_directory(builder.name, verbose=False)
         print(
-            f"DeepSpeed compiles {builder.name} in {folder}, once; this takes minutes. If it "
-            f"does not end, an earlier compilation was killed: delete {folder}/lock",
+            f"DeepSpeed loads {builder.name} from {folder}; compiling it, once, takes minutes. "
+            f"If it does not end, an earlier compilation was killed: delete {folder}/lock",
             flush=True,
         )
     try:

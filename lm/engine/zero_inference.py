@@ -22,7 +22,7 @@ def config_of_launch(device: str | None, dtype: str | None) -> dict | None:
     Raises UsageError if the file, the flags or --device cannot be used."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         return None
-    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    path = deepspeed_config.file_of(None)
     config = deepspeed_config.read_config(path)
     if config["zero_optimization"].get("stage") != 3:
         return None
