@@ -93,11 +93,11 @@ def describe(options: dict) -> str:
         f"{OVERHEAD // GIB} for libraries; {name} at {flags.mfu:.0%} MFU",
         f"{counted(machines, 'machines')}; {link} in a machine, {flags.network} between machines, "
         f"{pcie} to RAM\n",
-        columns([memory_row(plan, engine) for engine in plan.engines()]),
+        columns([memory_row(plan, strategy) for strategy in plan.usable()]),
     ]
     if peak:
         lines += [
-            f"\n{columns([time_row(plan, engine, steps) for engine in plan.engines()])}",
+            f"\n{columns([time_row(plan, strategy, steps) for strategy in plan.usable()])}",
             "Hidden: sending that is assumed to pass while the GPU computes.",
             f"Most GPUs: the largest power of two that loses less than {LOSS:.0%} of the time.",
             "≥: plus the time of AdamW on the CPU and the time of NVMe, which are not known.",
@@ -107,41 +107,41 @@ def describe(options: dict) -> str:
     return "\n".join([*lines, "", *advice(plan)])
 
 
-def memory_row(plan: Plan, engine: Strategy) -> dict[str, str]:
+def memory_row(plan: Plan, strategy: Strategy) -> dict[str, str]:
     """Return the row of an engine in the table of memory, batch and bytes sent."""
-    expected = estimate(plan.as_trained(engine), plan.work)
+    expected = estimate(plan.as_trained(strategy), plan.work)
     return {
-        "engine": engine.name,
+        "engine": strategy.name,
         "memory" if plan.work.on_cpu else "GPU memory": memory(expected.peak),
         "RAM": memory(expected.ram) if expected.ram else "0",
-        "largest batch": str(largest_batch(engine, plan.work, plan.memory)),
-        "GB sent": f"{plan.shared_by(plan.work.processes, engine).sent / 1e9:.2f}",
+        "largest batch": str(largest_batch(strategy, plan.work, plan.memory)),
+        "GB sent": f"{plan.shared_by(plan.work.processes, strategy).sent / 1e9:.2f}",
     }
 
 
-def time_row(plan: Plan, engine: Strategy, steps: float) -> dict[str, str]:
+def time_row(plan: Plan, strategy: Strategy, steps: float) -> dict[str, str]:
     """Return the row of an engine in the table of times."""
-    time = plan.shared_by(plan.work.processes, engine)
-    is_least = engine.optimizer_on != GPU and not plan.work.on_cpu
+    time = plan.shared_by(plan.work.processes, strategy)
+    is_least = strategy.optimizer_on != GPU and not plan.work.on_cpu
     return {
-        "engine": engine.name,
+        "engine": strategy.name,
         "computing, s": f"{time.computing:.3g}",
         "sending, s": f"{time.sending:.3g}",
         "hidden, s": f"{time.hidden:.3g}",
         "hours": "≥ " * is_least + f"{time.total * steps / 3600:.3g}",
         "lost": f"{time.lost:.0%}",
-        "most GPUs": f"{plan.most_processes(engine):,}",
+        "most GPUs": f"{plan.most_processes(strategy):,}",
     }
 
 
 def advice(plan: Plan) -> list[str]:
     """Return the lines that name the engine to take, and when more GPUs are of no use."""
-    if (engine := plan.first_that_fits()) is None:
+    if (strategy := plan.first_that_fits()) is None:
         return ["No engine fits: take a smaller --batch_size or more memory."]
-    lines = [f"Take {engine.name}, the first that fits, with your model's flags:"]
-    lines.append(f"ENGINE={engine.config} bash run_accelerate.sh")
+    lines = [f"Take {strategy.name}, the first that fits, with your model's flags:"]
+    lines.append(f"ENGINE={strategy.config} bash run_accelerate.sh")
     if plan.computing:
-        most = counted(plan.most_processes(engine), "GPUs")
+        most = counted(plan.most_processes(strategy), "GPUs")
         lines.append(f"More than {most} would lose {LOSS:.0%} of the time or have no sequence.")
     return lines
 
