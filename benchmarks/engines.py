@@ -41,7 +41,7 @@ from lm.common.errors import UsageError, one_line_errors, stop_in_order
 from lm.common.numbers import available_cores
 from lm.engine.engine import exit_rank
 from lm.engine.hardware import GIB, peak_memory_bytes
-from lm.engine.network import Network, step_time
+from lm.engine.plan import Network, step_time
 from lm.engine.strategy import DDP, FILES
 from model import ConfigError
 

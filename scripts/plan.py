@@ -8,27 +8,22 @@ import math
 import os
 from argparse import Namespace
 
-import torch
-
 from lm.common.errors import UsageError, one_line_errors
 from lm.common.numbers import columns, counted, memory
-from lm.engine.compilation import should_compile
-from lm.engine.hardware import GIB, available_memory, peak_flops
-from lm.engine.memory import OVERHEAD, Workload, estimate, largest_batch
-from lm.engine.network import LOSS, RATES, Network, Plan, bytes_per_second, links_of
+from lm.engine.hardware import GIB
+from lm.engine.memory import OVERHEAD, estimate, largest_batch
+from lm.engine.plan import GPUS, LOSS, RATES, Plan, plan_of
 from lm.engine.strategy import GPU, Strategy
 from lm.formats.portable import without_memory
 from lm.training.arguments import as_arguments, build_parser
 from model import ConfigError, LMConfig
 from scripts.model_flags import at_least_1
 
-TOKENS_PER_PARAMETER = 20  # compute-optimal: https://arxiv.org/abs/2203.15556
 # The training flags that change the estimate. The flags of the model change it too.
 TRAINING_FLAGS = "accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"
 TRAINING_FLAGS += "coalesce_reduction", "max_steps", "optimizer", "tf32"
 PLAN_FLAGS = "num_processes", "num_machines", "link", "network", "vocab_size", "gpu_memory", "ram"
 PLAN_FLAGS += "device", "mfu", "tokens"
-GPUS = 8  # assumed GPUs of a machine
 
 
 @one_line_errors("plan", UsageError, ConfigError)
@@ -57,53 +52,31 @@ def describe(options: dict) -> str:
     """Return the tables and the advice. Raises UsageError or ConfigError if a value cannot work."""
     flags = Namespace(**{name: options.pop(name) for name in PLAN_FLAGS})
     args, model_settings = as_arguments(options)
-    n, has_gpu = flags.num_processes, torch.cuda.is_available()
-    machines = flags.num_machines or math.ceil(n / GPUS)
-    if flags.num_machines and n % machines:
-        raise UsageError(f"--num_machines {machines} does not divide --num_processes {n}")
-    if not all(x is None or x > 0 for x in (flags.gpu_memory, flags.ram, flags.mfu, flags.tokens)):
-        raise UsageError("--gpu_memory, --ram, --mfu and --tokens must be above 0")
-    if flags.device and not flags.gpu_memory and not has_gpu:
-        raise UsageError(f"--device {flags.device}: also pass --gpu_memory, in GiB")
-    per_machine = n // machines if flags.num_machines else GPUS
-    ram = flags.ram * GIB / n if flags.ram else math.inf  # of a process; unknown if not here
-    if not (flags.ram or flags.gpu_memory):
-        ram = available_memory(torch.device("cpu"), min(n, per_machine))
-    device = torch.device("cuda" if flags.gpu_memory or has_gpu else "cpu")
-    limit = int((flags.gpu_memory or 0) * GIB) or available_memory(device, min(n, per_machine))
-    name = flags.device or (torch.cuda.get_device_name() if has_gpu else "this device")
-    link, pcie = links_of(name)
-    link = flags.link or link
-    links = Network(per_machine, *map(bytes_per_second, (link, flags.network, pcie)))
     shapes = without_memory(LMConfig(**model_settings, vocab_size=flags.vocab_size))
-    step = args.global_batch(n) * shapes.config.max_seq_len  # tokens
-    suitable = TOKENS_PER_PARAMETER * shapes.num_parameters(active=True)
-    steps = (flags.tokens or (args.max_steps or 0) * step or suitable) / step
-    flops = step * shapes.flops_per_token(shapes.config.max_seq_len) / n  # of a process in a step
-    compiled = should_compile(args.compile, steps * flops, device)
-    work = Workload(args=args, shapes=shapes, processes=n, device=device, compiled=compiled)
-    precision = "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32")
-    peak = peak_flops(name, precision)
-    computing = flops / (peak * flags.mfu) if peak else 0
-    plan = Plan(work=work, network=links, computing=computing, memory=limit, ram=ram)
+    plan = plan_of(args, shapes, flags)
+    step = args.global_batch(flags.num_processes) * shapes.config.max_seq_len  # tokens
+    machines = math.ceil(flags.num_processes / plan.network.per_machine)
+    link, network, pcie = plan.links
     lines = [
         f"{shapes.num_parameters() / 1e6:.2f} million parameters, {step:,} tokens per step, "
-        f"{step * steps / 1e9:.3g} billion tokens in {counted(round(steps), 'steps')}",
-        f"{counted(n, 'processes')}, {limit / GIB:.1f} GiB per process, of which "
-        f"{OVERHEAD // GIB} for libraries; {name} at {flags.mfu:.0%} MFU",
-        f"{counted(machines, 'machines')}; {link} in a machine, {flags.network} between machines, "
+        f"{step * plan.steps / 1e9:.3g} billion tokens in {counted(round(plan.steps), 'steps')}",
+        f"{counted(flags.num_processes, 'processes')}, {plan.memory / GIB:.1f} GiB per process, of "
+        f"which {OVERHEAD // GIB} for libraries; {plan.gpu} at {flags.mfu:.0%} MFU",
+        f"{counted(machines, 'machines')}; {link} in a machine, {network} between machines, "
         f"{pcie} to RAM\n",
         columns([memory_row(plan, strategy) for strategy in plan.usable()]),
     ]
-    if peak:
+    if plan.computing:
         lines += [
-            f"\n{columns([time_row(plan, strategy, steps) for strategy in plan.usable()])}",
+            f"\n{columns([time_row(plan, strategy) for strategy in plan.usable()])}",
             "Hidden: sending that is assumed to pass while the GPU computes.",
             f"Most GPUs: the largest power of two that loses less than {LOSS:.0%} of the time.",
             "≥: plus the time of AdamW on the CPU and the time of NVMe, which are not known.",
         ]
     else:
-        lines.append(f"Hours are unknown for {name} in {precision}: pass a --device such as H100")
+        lines.append(
+            f"Hours are unknown for {plan.gpu} in {args.dtype}: pass a --device such as H100"
+        )
     return "\n".join([*lines, "", *advice(plan)])
 
 
@@ -119,7 +92,7 @@ def memory_row(plan: Plan, strategy: Strategy) -> dict[str, str]:
     }
 
 
-def time_row(plan: Plan, strategy: Strategy, steps: float) -> dict[str, str]:
+def time_row(plan: Plan, strategy: Strategy) -> dict[str, str]:
     """Return the row of an engine in the table of times."""
     time = plan.shared_by(plan.work.processes, strategy)
     is_least = strategy.optimizer_on != GPU and not plan.work.on_cpu
@@ -128,7 +101,7 @@ def time_row(plan: Plan, strategy: Strategy, steps: float) -> dict[str, str]:
         "computing, s": f"{time.computing:.3g}",
         "sending, s": f"{time.sending:.3g}",
         "hidden, s": f"{time.hidden:.3g}",
-        "hours": "≥ " * is_least + f"{time.total * steps / 3600:.3g}",
+        "hours": "≥ " * is_least + f"{time.total * plan.steps / 3600:.3g}",
         "lost": f"{time.lost:.0%}",
         "most GPUs": f"{plan.most_processes(strategy):,}",
     }

@@ -1,4 +1,4 @@
-"""Estimate the bytes that a process sends, the time of a step, and how many GPUs a run uses well.
+"""Plan a run for GPUs that need not be here: bytes sent, time of a step, GPUs that it uses well.
 
 In a ring of P processes each process sends (P - 1) / P of the bytes that are gathered or scattered,
 and twice as much in an all-reduce (Patarasuk and Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002).
@@ -9,18 +9,26 @@ docs/engines.md compares it with a simulated network and with published runs.
 """
 
 import math
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
 from lm.common.errors import UsageError
+from lm.engine.compilation import should_compile
+from lm.engine.hardware import GIB, available_memory, peak_flops
 from lm.engine.memory import Workload, can_coalesce, fits
 from lm.engine.strategy import GPU, Strategy, strategies
+from model import Transformer
 
 # GB/s in one direction, by the data sheet: of a GPU's link to the others of its machine, or of one
 # network card. Collective operations are assumed to reach the share REACHED of it.
 RATES = {"pcie4": 32, "pcie5": 64, "nvlink3": 300, "nvlink4": 450, "nvlink5": 900}
 RATES |= {"ethernet25": 3.125, "ethernet100": 12.5, "infiniband200": 25, "infiniband400": 50}
 REACHED = 0.8
+GPUS = 8  # assumed GPUs of a machine
+TOKENS_PER_PARAMETER = 20  # compute-optimal: https://arxiv.org/abs/2203.15556
 LOSS = 0.1  # share of the time that may be lost by sending, for `most_processes`
 BACKWARD = 2 / 3  # share of a micro-batch's time that its backward pass takes
 # Words of a GPU's name → its links to the others of its machine, and to RAM.
@@ -139,6 +147,9 @@ class Plan:
     computing: float  # seconds that a process of `work` computes in a step; 0 if unknown
     memory: int  # bytes that a process may use on its GPU, or in RAM without GPUs
     ram: float = math.inf  # bytes that a process may offload to RAM
+    steps: float = 1  # of the whole run
+    gpu: str = ""  # name of the GPU, or "this device"
+    links: tuple[str, ...] = ()  # names or GB/s of the links of `network`
 
     def usable(self) -> list[Strategy]:
         """Return the engines that support the optimizer."""
@@ -170,3 +181,40 @@ class Plan:
     def as_trained(self, strategy: Strategy) -> Strategy:
         """Return the engine, with `coalesces` as a run would choose it."""
         return replace(strategy, coalesces=can_coalesce(strategy, self.work, self.memory))
+
+
+def plan_of(args, shapes: Transformer, flags: Namespace) -> Plan:
+    """Return the plan for the flags of scripts.plan. `args` are the training flags, `shapes` is the
+    model on the meta device. Raises UsageError if a flag has no meaning here."""
+    n, has_gpu = flags.num_processes, torch.cuda.is_available()
+    if flags.num_machines and n % flags.num_machines:
+        raise UsageError(f"--num_machines {flags.num_machines} does not divide --num_processes {n}")
+    if not all(x is None or x > 0 for x in (flags.gpu_memory, flags.ram, flags.mfu, flags.tokens)):
+        raise UsageError("--gpu_memory, --ram, --mfu and --tokens must be above 0")
+    if flags.device and not flags.gpu_memory and not has_gpu:
+        raise UsageError(f"--device {flags.device}: also pass --gpu_memory, in GiB")
+    per_machine = n // flags.num_machines if flags.num_machines else GPUS
+    ram = flags.ram * GIB / n if flags.ram else math.inf  # of a process; unknown if not here
+    if not (flags.ram or flags.gpu_memory):
+        ram = available_memory(torch.device("cpu"), min(n, per_machine))
+    device = torch.device("cuda" if flags.gpu_memory or has_gpu else "cpu")
+    gpu = flags.device or (torch.cuda.get_device_name() if has_gpu else "this device")
+    link, pcie = links_of(gpu)
+    links = (flags.link or link, flags.network, pcie)
+    step = args.global_batch(n) * shapes.config.max_seq_len  # tokens
+    suitable = TOKENS_PER_PARAMETER * shapes.num_parameters(active=True)
+    steps = (flags.tokens or (args.max_steps or 0) * step or suitable) / step
+    flops = step * shapes.flops_per_token(shapes.config.max_seq_len) / n  # of a process in a step
+    compiled = should_compile(args.compile, steps * flops, device)
+    precision = "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32")
+    peak = peak_flops(gpu, precision)
+    return Plan(
+        work=Workload(args=args, shapes=shapes, processes=n, device=device, compiled=compiled),
+        network=Network(per_machine, *map(bytes_per_second, links)),
+        computing=flops / (peak * flags.mfu) if peak else 0,
+        memory=int((flags.gpu_memory or 0) * GIB) or available_memory(device, min(n, per_machine)),
+        ram=ram,
+        steps=steps,
+        gpu=gpu,
+        links=links,
+    )
