@@ -133,3 +133,10 @@ def test_fine_tuning_flags_that_are_wrong_or_contradict_each_other_are_refused(f
 def test_the_steps_of_the_epochs_are_rounded_up_and_max_steps_replaces_them(flag, n):
     args, _ = parse_arguments(f"--{flag} --batch_size 2 --accumulation_steps 2".split())
     assert args.total_steps(n_samples=100, processes=2) == n
+
+
+def test_the_precision_of_matrix_products_is_that_of_dtype_or_tf32():
+    dtypes = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    found = {dtype: TrainingArguments(dtype=dtype).matrix_precision for dtype in dtypes}
+    assert found == dtypes
+    assert TrainingArguments(dtype="float32", tf32=True).matrix_precision == "tf32"

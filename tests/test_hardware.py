@@ -18,7 +18,6 @@ from lm.engine.hardware import (
     available_memory,
     default_dtype,
     keep_freed_memory,
-    matrix_precision,
     peak_flops,
     peak_memory_bytes,
     require_usable_gpu,
@@ -61,17 +60,6 @@ def test_a_cpu_emulates_bf16_if_its_best_bf16_product_is_slower(monkeypatch, bf1
     times = chain([bf16, 99, 9, fp32], repeat(9))  # the two types take turns
     monkeypatch.setattr(hardware.timeit, "timeit", lambda *_, **n: next(times))
     assert hardware.cpu_emulates_bf16() is emulates
-
-
-def test_matrix_precision_follows_mixed_precision_and_tf32(monkeypatch):
-    for mixed_precision, tf32, precision in (
-        ("no", False, "fp32"),
-        ("no", True, "tf32"),
-        ("bf16", False, "bf16"),
-        ("fp16", True, "fp16"),
-    ):
-        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
-        assert matrix_precision(mixed_precision) == precision
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_named(monkeypatch):

@@ -106,13 +106,6 @@ def default_dtype(device_type: str) -> str:
     return "bfloat16" if has_bf16() else "float16"
 
 
-def matrix_precision(mixed_precision: str) -> str:
-    """Return the precision of matrix products, one of PRECISIONS; "no" means fp32 or TF32."""
-    if mixed_precision != "no":
-        return mixed_precision
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
-
-
 def device_name(device: torch.device) -> str:
     """Return the name of the GPU, or the number of threads on a CPU."""
     if device.type == "cuda":

@@ -206,8 +206,7 @@ def plan_of(args, shapes: Transformer, flags: Namespace) -> Plan:
     steps = (flags.tokens or (args.max_steps or 0) * step or suitable) / step
     flops = step * shapes.flops_per_token(shapes.config.max_seq_len) / n  # of a process in a step
     compiled = should_compile(args.compile, steps * flops, device)
-    precision = "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32")
-    peak = peak_flops(gpu, precision)
+    peak = peak_flops(gpu, args.matrix_precision)
     return Plan(
         work=Workload(args=args, shapes=shapes, processes=n, device=device, compiled=compiled),
         network=Network(per_machine, *map(bytes_per_second, links)),

@@ -7,12 +7,7 @@ from typing import Any
 import torch
 
 from lm.common.numbers import available_cores
-from lm.engine.hardware import (
-    available_memory,
-    matrix_precision,
-    peak_flops,
-    user_sets_threads,
-)
+from lm.engine.hardware import available_memory, peak_flops, user_sets_threads
 from lm.engine.memory import largest_batch
 from lm.engine.strategy import Strategy
 from lm.launch.recipe import Candidate, Speed
@@ -80,7 +75,7 @@ class SpeedMeter:
 
     def assumed(self, model: Candidate) -> Speed:
         """Return the speed at an assumed number of FLOP/s, corrected by the last measurement."""
-        precision = matrix_precision(self.inputs.args.mixed_precision)
+        precision = self.inputs.args.matrix_precision
         flops = assumed_flops(precision, self.request.machines, self.processes) / self.slowness
         step = model.rows * model.length * model.flops / flops
         return Speed(step, self.sample_share * step / max(1, model.rows))

@@ -169,6 +169,11 @@ class TrainingArguments:
         """Accelerate's name for --dtype."""
         return {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[self.dtype]
 
+    @property
+    def matrix_precision(self) -> str:
+        """The precision of matrix products, one of lm.engine.hardware.PRECISIONS."""
+        return "tf32" if self.tf32 else self.mixed_precision.replace("no", "fp32")
+
     def global_batch(self, processes: int) -> int:
         """Return the number of sequences in an optimizer step, on all processes together."""
         return self.batch_size * self.accumulation_steps * processes

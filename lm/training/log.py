@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lm.common.atomic import remove, write_whole
 from lm.common.errors import UsageError, one_line, reported
-from lm.engine.hardware import device_name, matrix_precision, peak_flops, peak_memory_bytes
+from lm.engine.hardware import device_name, peak_flops, peak_memory_bytes
 from lm.report.history import number, read_rows
 from lm.training.inputs import Inputs
 from lm.training.loss_meter import LossMeter
@@ -51,8 +51,7 @@ class TrainingLog:
         routing = ROUTING if inputs.config.use_moe else ()
         self.meter = LossMeter(accelerator, (*self.args.logged, *routing))
         self.clock = StepClock()
-        precision = matrix_precision(self.accelerator.mixed_precision)
-        self._peak = peak_flops(device_name(self.accelerator.device), precision)
+        self._peak = peak_flops(device_name(accelerator.device), self.args.matrix_precision)
         self._file = None  # metrics.jsonl; None before `open`, and always on other processes
         self._unwritten = b""  # rows that could not be written yet
 

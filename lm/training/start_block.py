@@ -11,7 +11,6 @@ from lm.engine.hardware import (
     available_memory,
     cpu_emulates_bf16,
     device_name,
-    matrix_precision,
 )
 from lm.engine.launcher_settings import reading_notes
 from lm.engine.memory import Workload, estimate, fits
@@ -60,7 +59,7 @@ def start_block(run: Run) -> str:
         factors["output layer"] = args.output_lr_factor
     for layer, factor in factors.items():
         optimizer += f", {layer} at {factor:g} × its rate" if factor != 1 else ""
-    precision = matrix_precision(run.accelerator.mixed_precision)
+    precision = args.matrix_precision
     if engine.strategy.stage and not engine.strategy.fp32_sums and args.dtype != "float32":
         precision += ", gradients added up in 16 bits too"
     teacher = None
