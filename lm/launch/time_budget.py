@@ -230,7 +230,7 @@ class TimeBudget:
         flags |= {"init_from": str(source.path)} if source else {}
         if self.request.stage == "sft":
             flags["conversations"] = "builtin"  # beside --data, other values are refused
-        if (file := file_of(args)) != "none":
+        if (file := file_of(args.deepspeed)) != "none":
             flags["deepspeed"] = file
         return flags
 
