@@ -97,31 +97,20 @@ def load_balance(routing: Tensor, counts: Tensor, n_chosen: int) -> dict[str, Te
     return dict(zip(ROUTING, (loss, load.max(), load.min()), strict=True))
 
 
-@torch.library.custom_op("small_lm::grouped_product", mutates_args=())
-def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each group by the group's own matrix.
+@torch.library.custom_op("small_lm::grouped_mm", mutates_args=())
+def grouped_product(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """Return the products x yᵀ of G groups; `ends` has the index after each group, int32 (G,).
 
-    rows are (R, in), weight is (G, out, in), ends has the index after each group, int32 (G,). The
-    product is a custom operation, because PyTorch cannot compile the grouped product in fp32."""
-    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-
-
-@torch.library.custom_op("small_lm::grouped_product_backward", mutates_args=())
-def _grouped_product_backward(
-    grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows and weight. `grad` is the gradient of the product."""
-    return F.grouped_mm(grad, weight, offs=ends), F.grouped_mm(grad.t(), rows, offs=ends)
+    The rows of x, (R, in), are grouped, and y is (G, out, in), a matrix for each group; or the
+    columns of x and y, (n, R) and (m, R), are grouped. This is a custom operation, because PyTorch
+    cannot compile the grouped product in fp32."""
+    return F.grouped_mm(x, y.mT, offs=ends)
 
 
 @grouped_product.register_fake
-def _(rows, weight, ends):
-    return rows.new_empty(rows.shape[0], weight.shape[1])
-
-
-@_grouped_product_backward.register_fake
-def _(grad, rows, weight, ends):
-    return torch.empty_like(rows), torch.empty_like(weight)
+def _(x, y, ends):
+    groups = ends.shape if y.dim() == 2 else ()
+    return x.new_empty(*groups, x.shape[0], y.shape[-2])
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -129,7 +118,9 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
-    return *_grouped_product_backward(grad.contiguous(), *ctx.saved_tensors), None
+    rows, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    return grouped_product(grad, weight.mT, ends), grouped_product(grad.t(), rows.t(), ends), None
 
 
 grouped_product.register_autograd(_backward, setup_context=_save_for_backward)

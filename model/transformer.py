@@ -15,17 +15,17 @@ from model.attention import Attention, mask_of
 from model.cache import Cache, LayerCache
 from model.config import LMConfig
 from model.experts import Experts
-from model.loss import IGNORE_INDEX, TokenLoss, tokens_at_once
+from model.loss import NextTokenLoss
 from model.norm import RMSNorm
-from model.output import OutputLayer
 from model.recompute import recomputed
 from model.rotary import precompute_pos_cis
 
 
 class TransformerOutput(NamedTuple):
     logits: Tensor | None  # (B, T, vocab_size), with a cache (B, vocab_size); None with targets
-    loss: Tensor | None  # fp32; None if no targets were given; see `sampled_softmax`
-    hits: Tensor | None = None  # (B, T), True where the target was the likeliest token
+    loss: Tensor | None  # fp32; None if no targets were given
+    # (B, T), True where the target was the likeliest token; None with the reduction "mean"
+    hits: Tensor | None = None
     # fp32 (n_layers, B, T, E), probabilities of the routed experts; None without experts
     routing: Tensor | None = None
 
@@ -84,11 +84,10 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
     Its parameters have the names of Llama's own release. To learn the model, skip the
-    meta device, autocast, `recompute`, `lora`, `sampled_softmax`, `flops_per_token` and zero.Init,
-    which are for training or loading, and `cache`, which is for generation."""
+    meta device, autocast, `recompute`, `lora`, `flops_per_token` and zero.Init, which are for
+    training or loading, and `cache`, which is for generation."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
-    sampled_softmax = 1  # above 1, a training loss is an estimate; see model/output.py
 
     def __init__(self, config: LMConfig | None = None):
         super().__init__()
@@ -99,8 +98,8 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=weight)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = OutputLayer(config.dim, config.vocab_size, bias=False)
-        self.token_loss = TokenLoss()
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.next_token_loss = NextTokenLoss()
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         # pos_cis is not saved, because the configuration determines it.
@@ -124,8 +123,8 @@ class Transformer(nn.Module):
         Args:
             tokens: (B, T) int64, T at most max_seq_len.
             targets: (B, T) int64, the next token of each position; IGNORE_INDEX does not count.
-            reduction: "mean" over the targets that count, "none" for the loss of each position,
-                (B, T), or "hits" for the loss of each position and `hits`.
+            reduction: "mean" over the targets that count, or "none" for the loss and the `hits` of
+                each position.
             cache: for generation; it holds the keys and values of the past and stores new ones.
                 Only the last token of each sequence then has logits, (B, vocab_size).
             starts: (B, T) int64, the first position that each position sees (default: 0).
@@ -133,17 +132,8 @@ class Transformer(nn.Module):
         Returns a TransformerOutput with logits, (B, T, vocab_size), or the loss in nats, fp32.
 
         Raises ValueError if the sequence is longer than max_seq_len."""
-        seq_len = tokens.shape[1]
-        if seq_len > self.config.max_seq_len:
-            limit = self.config.max_seq_len
-            raise ValueError(f"sequence of {seq_len} tokens, but max_seq_len is {limit}")
-        x = self.tok_embeddings(tokens)  # (B, T, dim)
-        if self.config.dropout:
-            x = F.dropout(x, self.config.dropout, self.training)
-        if torch.is_autocast_enabled(x.device.type):
-            # Keep the residual stream in 16 bits, as DeepSpeed does, to halve the memory traffic.
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        pos_cis, caches = self.pos_cis[:seq_len], repeat(None)
+        x = self._embed(tokens)  # (B, T, dim)
+        pos_cis, caches = self.pos_cis[: tokens.shape[1]], repeat(None)
         if cache:
             pos_cis, caches = cache.begin(self.pos_cis)
         mask = None if starts is None else mask_of(starts, x.dtype)
@@ -156,41 +146,21 @@ class Transformer(nn.Module):
         if cache:
             x = cache.last(x)  # (B, dim)
         x = self.norm(x)
+        logits = loss = hits = None
         if targets is None:
-            out = TransformerOutput(self.output(x), None)
+            logits = self.output(x)
         else:
-            out = self._loss(x, targets, reduction)
-        return out._replace(routing=torch.stack(routing)) if routing else out
+            loss, hits = self.next_token_loss(self.output, x, targets, reduction)
+        return TransformerOutput(logits, loss, hits, torch.stack(routing) if routing else None)
 
-    def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> TransformerOutput:
-        """Compute the loss from x, (B, T, dim), in chunks of tokens; see model/loss.py."""
-        n_tokens, vocab_size = targets.numel(), self.config.vocab_size
-        parts = self.sampled_softmax if self.training else 1
-        targeted = min(vocab_size, n_tokens)  # at most so many pieces are targets
-        pieces = targeted + (vocab_size - targeted) // parts  # about the most logits of a token
-        size = tokens_at_once(pieces, n_tokens, x.device)
-
-        def logits_of(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            """Return the logits of x, and the places of the targets among them."""
-            return (self.output(x), targets) if parts == 1 else self.output(x, targets, parts)
-
-        if size == n_tokens and reduction == "mean":
-            return TransformerOutput(None, self.token_loss(*logits_of(x, targets), reduction))
-
-        def score(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-            logits, targets = logits_of(x, targets)  # (tokens of the chunk, vocab_size or fewer)
-            loss = self.token_loss(logits[None], targets[None], "none")[0]
-            return loss, logits.argmax(dim=-1) == targets if reduction == "hits" else None
-
-        recompute = "off" if size == n_tokens else "blocks"
-        chunks = zip(x.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
-        losses, hits = zip(*(recomputed(score, recompute, *c) for c in chunks), strict=True)
-        loss = torch.cat(losses).view_as(targets)  # (B, T)
-        if reduction == "mean":
-            return TransformerOutput(None, loss.sum() / (targets != IGNORE_INDEX).sum())
-        if reduction == "hits":
-            return TransformerOutput(None, loss, torch.cat(hits).view_as(targets))
-        return TransformerOutput(None, loss)
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        if self.config.dropout:
+            x = F.dropout(x, self.config.dropout, self.training)
+        if torch.is_autocast_enabled(x.device.type):
+            # Keep the residual stream in 16 bits, as DeepSpeed does, to halve the memory traffic.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return x
 
     def num_parameters(self, active: bool = False) -> int:
         """Return the number of parameters. A tied matrix counts once. With `active`, the

@@ -5,7 +5,7 @@ import torch
 from small_model import loss_of_sampled_pieces, opinionated
 
 from model import IGNORE_INDEX, Transformer, loss
-from model.output import OutputLayer
+from model.sampled_softmax import SampledOutput, sample_softmax
 
 VOCAB, SEQ_LEN, BATCH = 60, 21, 3
 PARTS = 4  # of 63 tokens and 60 pieces
@@ -51,23 +51,19 @@ def test_several_chunks_give_the_loss_and_gradients_of_one(in_chunks, dtype):
         torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
-@pytest.mark.parametrize("reduction", ["none", "hits"])
-def test_each_position_gets_its_own_loss_without_reduction(in_chunks, reduction):
+def test_each_position_gets_its_own_loss_and_hit_without_reduction(in_chunks):
     model, tokens, targets = opinionated(VOCAB, SEQ_LEN), some_tokens(), some_targets()
-    whole = model(tokens, targets, reduction)
+    whole = model(tokens, targets, "none")
     logits = model(tokens).logits
     expected = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     torch.testing.assert_close(whole.loss, expected * (targets != IGNORE_INDEX))
     in_chunks()
-    chunked = model(tokens, targets, reduction)
+    chunked = model(tokens, targets, "none")
     torch.testing.assert_close(chunked.loss, whole.loss)
-    if reduction == "hits":
-        hits = logits.argmax(-1) == targets
-        assert 0 < hits.sum() < hits.numel()
-        assert torch.equal(whole.hits, hits)
-        assert torch.equal(chunked.hits, hits)
-    else:
-        assert whole.hits is chunked.hits is None
+    hits = logits.argmax(-1) == targets
+    assert 0 < hits.sum() < hits.numel()
+    assert torch.equal(whole.hits, hits)
+    assert torch.equal(chunked.hits, hits)
 
 
 def test_without_a_target_that_counts_the_gradient_is_zero(in_chunks):
@@ -118,7 +114,8 @@ def test_the_device_of_the_model_decides_the_size_of_a_chunk(in_chunks, monkeypa
     for device in ("cpu", "meta"):  # meta stands for a GPU
         x = torch.zeros(BATCH, SEQ_LEN, model.config.dim, device=device)
         with torch.no_grad():
-            model.to(device)._loss(x, some_targets().to(device), "mean")
+            model.to(device)
+            model.next_token_loss(model.output, x, some_targets().to(device), "mean")
     assert rows == [16, 16, 16, 15, 32, 31]
 
 
@@ -138,7 +135,7 @@ def test_a_sampled_loss_has_the_gradients_of_a_loss_by_hand(in_chunks, size):
     by_hand = {name: p.grad.clone() for name, p in model.named_parameters()}
     if size < 63:
         in_chunks(size)
-    model.train().sampled_softmax = PARTS
+    sample_softmax(model.train(), PARTS)
     sampled, gradients = loss_and_gradients(model, targets)
     torch.testing.assert_close(sampled, expected.detach())
     for name, gradient in gradients.items():
@@ -150,18 +147,18 @@ def test_a_sampled_loss_needs_no_chunks_while_rows_of_its_logits_are_short(in_ch
     in_chunks(5)
     monkeypatch.setattr(loss, "LARGE_VOCABULARY", 30)
     model, rows = opinionated(VOCAB, SEQ_LEN), []
+    sample_softmax(model.train(), PARTS)
     model.output.register_forward_hook(lambda layer, x, out: rows.append(len(out[0])))
-    model.train().sampled_softmax = PARTS
     model(some_tokens()[:1, :15], some_targets()[1:2, :15])
-    assert rows == [1]  # the whole micro-batch: at most 15 targets and 45 / 4 other pieces
+    assert rows == [15]  # the whole micro-batch: at most 15 targets and 45 / 4 other pieces
 
 
 def test_each_part_of_the_tokens_has_another_share_of_the_other_pieces():
     """On average over the parts, the denominator of the softmax is that of the vocabulary."""
     targets = some_targets().clamp(max=19)
-    layer = OutputLayer(8, VOCAB, bias=False).double()
+    layer = SampledOutput(torch.nn.Linear(8, VOCAB, bias=False).double(), PARTS)
     x = torch.randn(1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    logits, places = layer(x.expand(63, 8), targets.flatten(), PARTS)
+    logits, places = layer(x.expand(63, 8), targets.flatten())
     sums = logits.exp().sum(1)
     assert sums[:PARTS].std() > 0.01
     torch.testing.assert_close(sums[:PARTS].mean(), layer(x)[0].exp().sum())
@@ -172,7 +169,7 @@ def test_each_part_of_the_tokens_has_another_share_of_the_other_pieces():
     assert (places[~counted] == IGNORE_INDEX).all()
     # With the same pieces as targets and another sum, each part has another share.
     targets.view(-1)[int((targets.flatten() == 19).nonzero()[0])] = 16
-    others = layer(x.expand(63, 8), targets.flatten(), PARTS)[0].exp().sum(1)
+    others = layer(x.expand(63, 8), targets.flatten())[0].exp().sum(1)
     torch.testing.assert_close(others[:PARTS], sums[:PARTS].roll(3))  # 19 - 16
 
 
@@ -180,13 +177,13 @@ def test_without_other_pieces_the_sampled_loss_is_that_of_the_vocabulary():
     model = opinionated(VOCAB, SEQ_LEN)
     targets = (torch.arange(BATCH * SEQ_LEN) % (VOCAB - 2)).view(BATCH, SEQ_LEN)
     whole = model(some_tokens(), targets).loss
-    model.train().sampled_softmax = PARTS
+    sample_softmax(model.train(), PARTS)
     torch.testing.assert_close(model(some_tokens(), targets).loss, whole)
 
 
 def test_validation_compares_with_the_whole_vocabulary():
     model, targets = opinionated(VOCAB, SEQ_LEN), some_targets()
     whole = model(some_tokens(), targets).loss
-    model.sampled_softmax = PARTS
+    sample_softmax(model, PARTS)
     assert not torch.isclose(model.train()(some_tokens(), targets).loss, whole)
     assert torch.equal(model.eval()(some_tokens(), targets).loss, whole)

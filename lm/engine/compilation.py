@@ -12,6 +12,8 @@ from lm.common.errors import UsageError
 from lm.engine.agreement import on_main_process
 from lm.engine.engine import Engine
 from model import Transformer
+from model.loss import cross_entropy
+from model.sampled_softmax import SampledLoss
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # PyTorch's; it names the folder of compiled code
@@ -66,7 +68,8 @@ def compile_blocks(model: Transformer) -> None:
     for module in (*model.layers, model.norm):
         module.compile(dynamic=False)
     # Sampled pieces change their number in each micro-batch.
-    model.token_loss.compile(dynamic=model.sampled_softmax > 1)
+    changes = isinstance(model.next_token_loss, SampledLoss)
+    model.next_token_loss.cross_entropy = torch.compile(cross_entropy, dynamic=changes)
 
 
 def choose_cache() -> None:

@@ -69,7 +69,7 @@ class Scorer:
         sums = []  # sums of each row, in the order of `order`
         for tokens, targets in loader:
             with torch.inference_mode(), autocast, without_cudnn():
-                scored = self.model(tokens, targets, "hits")
+                scored = self.model(tokens, targets, "none")
                 nll = scored.loss.double()  # (B, T)
                 counted = targets != IGNORE_INDEX  # (B, T)
                 batch = torch.stack([nll.sum(1), scored.hits.sum(1), counted.sum(1)], dim=1)

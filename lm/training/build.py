@@ -19,6 +19,7 @@ from lm.engine.whole_tensors import TrainingState
 from lm.training.inputs import Inputs
 from lm.training.optimizer import build_optimizer, set_muon_layout
 from model import Transformer
+from model.sampled_softmax import sample_softmax
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -51,8 +52,9 @@ def build_model(
     torch.manual_seed(args.seed)  # the same initial weights on every process
     with partitioned_while_built(engine):
         model = Transformer(config)
-        model.sampled_softmax = args.sampled_softmax
         args.adapt(model)  # adds the adapters of LoRA, if any
+    if args.sampled_softmax > 1:
+        sample_softmax(model, args.sampled_softmax)
     # DeepSpeed moves a model to its GPU, but not a divided one.
     model.pos_cis = model.pos_cis.to(accelerator.device)
     for parameter in model.parameters():

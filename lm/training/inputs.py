@@ -41,7 +41,7 @@ from lm.training.resume import (
 from lm.training.teacher import TeacherWeights, require_same_tokenizer
 from model import LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES
-from model.output import OutputLayer
+from model.lora import LoRALinear
 
 # Flags that may differ between machines.
 OF_A_MACHINE = {
@@ -125,7 +125,7 @@ def find_inputs(
         require_fitting_flags(filled, config)
         shapes = shapes_of(config, filled)
         if (parts := filled.sampled_softmax) > 1 and (
-            teacher or not isinstance(shapes.output, OutputLayer) or parts > config.vocab_size
+            teacher or isinstance(shapes.output, LoRALinear) or parts > config.vocab_size
         ):
             without = f"with a teacher, adapters of the output layer or fewer than {parts:,} pieces"
             raise UsageError(f"--sampled_softmax {parts} has no meaning {without}: leave it out")
