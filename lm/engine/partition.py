@@ -15,7 +15,6 @@ class Part(NamedTuple):
     parameter: nn.Parameter
     in_parameter: slice  # place of these elements in the flattened parameter
     in_partition: slice  # place of these elements in this process's partition
-    numel: int  # number of these elements
     split: bool  # whether the parameter lies on more than one process
 
 
@@ -74,7 +73,7 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
             in_parameter = slice(start - first, end - first)
             in_partition = slice(start - here, end - here)
             split = first // size != (behind - 1) // size
-            parts.append(Part(parameter, in_parameter, in_partition, end - start, split))
+            parts.append(Part(parameter, in_parameter, in_partition, split))
         yield Partition(fp32, parts, index)
 
 
@@ -96,7 +95,7 @@ def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
             held = min(share, numel - start)  # without padding
             in_parameter = slice(start, start + held)
             in_partition = slice(here, here + held)
-            parts.append(Part(parameter, in_parameter, in_partition, held, share < numel))
+            parts.append(Part(parameter, in_parameter, in_partition, share < numel))
             here += share
         fp32 = zero.fp32_partitioned_groups_flat[index]
         yield Partition(fp32, parts, zero.sub_group_to_group_id[index])

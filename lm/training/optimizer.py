@@ -7,7 +7,7 @@ momentum is gathered before it is orthogonalised.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 from lm.engine.deepspeed_config import ADAM_EPS
 from lm.engine.engine import Engine
 from lm.engine.hardware import has_bf16
-from lm.engine.partition import Part, Partition, partitions, shape_of
+from lm.engine.partition import Partition, partitions, shape_of
 from lm.engine.whole_tensors import state_of
 from lm.training.arguments import TrainingArguments
 
@@ -113,10 +113,12 @@ def with_equal_rows(x: Tensor) -> Tensor:
     return x * (norms.square().mean((1, 2), keepdim=True).sqrt() / norms.clamp_min(1e-7))
 
 
-class Update(NamedTuple):
-    matrix: Tensor  # (rows, cols), the momentum of the whole matrix
-    weights: Tensor  # flat view of the weights that this process updates
-    first: int  # the position of these weights in the flattened matrix
+class Piece(NamedTuple):
+    """The weights of one parameter that this process updates: all of them, or a share of ZeRO."""
+
+    whole: Tensor  # the momentum of the whole parameter, (rows, cols) or (experts, rows, cols)
+    weights: Tensor  # (n,), a view
+    place: slice  # of these weights in the flattened parameter
 
 
 class Muon(torch.optim.AdamW):
@@ -151,60 +153,45 @@ class Muon(torch.optim.AdamW):
         torch._foreach_lerp_(gradients, momenta, group["momentum"])  # Nesterov's momentum
         if group["weight_decay"]:
             torch._foreach_mul_(updated, 1 - group["lr"] * group["weight_decay"])
-        for batch in _batches([update for p in updated for update in self._updates(p)]):
-            rows, cols = batch[0].matrix.shape
-            scale = max(1, rows / cols) ** 0.5  # as adjust_lr_fn="original" in torch.optim.Muon
-            x = orthogonalize(torch.stack([update.matrix.to(self.dtype) for update in batch]))
+        pieces = [piece for p in updated for piece in self._pieces(p)]
+        for batch in _batches(piece.whole for piece in pieces):
+            x = orthogonalize(torch.stack([matrix.to(self.dtype) for matrix in batch]))
             x = with_equal_rows(x) if group["equal_rows"] else x
-            for update, matrix in zip(batch, x, strict=True):
-                direction = matrix.flatten().narrow(0, update.first, update.weights.numel())
-                update.weights.add_(direction, alpha=-group["lr"] * scale)
+            torch._foreach_copy_(batch, [*x])  # the momentum becomes the direction of the update
+        for whole, weights, place in pieces:
+            rows, cols = whole.shape[-2:]
+            scale = max(1, rows / cols) ** 0.5  # as adjust_lr_fn="original" in torch.optim.Muon
+            weights.add_(whole.flatten()[place], alpha=-group["lr"] * scale)
 
-    def _updates(self, p: Tensor) -> Iterator[Update]:
-        """Yield an Update of each matrix that this process updates. Under ZeRO p is flat."""
+    def _pieces(self, p: Tensor) -> list[Piece]:
+        """Return the pieces of p, whose gradient is its momentum. Under ZeRO p is flat, and the
+        momenta of matrices that lie on several processes are gathered: all must call this."""
         if p not in self.layout:
-            yield from _updates_of(p.grad, p.view(-1), 0)
-            return
-        parts = self.layout[p].parts
-        for part, momentum in zip(parts, self._momenta(parts, p.grad), strict=True):
-            if part.numel:  # this process updates some of the parameter's weights
-                weights = p.view(-1)[part.in_partition]
-                whole = momentum.view_as(part.parameter)
-                yield from _updates_of(whole, weights, part.in_parameter.start)
-
-    def _momenta(self, parts: list[Part], partition: Tensor) -> list[Tensor]:
-        """Return the whole momentum of each parameter, flat; empty if another process has it all.
-        `partition` has this process's elements of the momenta. Every process must call this."""
-        sizes = [part.parameter.numel() if part.split else 0 for part in parts]
-        split = partition.new_zeros(sum(sizes), dtype=self.dtype)
-        momenta = [*split.split(sizes)]
-        for i, part in enumerate(parts):
-            mine = partition[part.in_partition]
+            return [Piece(p.grad, p.view(-1), slice(None))]
+        pieces, parts = [], self.layout[p].parts
+        sizes = [part.parameter.numel() for part in parts if part.split]
+        gathered = p.grad.new_zeros(sum(sizes), dtype=self.dtype)
+        wholes = iter(gathered.split(sizes))
+        for part in parts:
+            whole = mine = p.grad[part.in_partition]
             if part.split:
-                momenta[i][part.in_parameter] = mine
-            else:
-                momenta[i] = mine
-        if len(split):  # on every process or on none
-            torch.distributed.all_reduce(split)  # exact: all but one process add zero to an element
-        return momenta
+                whole = next(wholes)
+                whole[part.in_parameter] = mine
+            if len(mine):
+                weights = p.view(-1)[part.in_partition]
+                pieces.append(Piece(whole.view_as(part.parameter), weights, part.in_parameter))
+        if sizes:  # on every process or on none
+            torch.distributed.all_reduce(gathered)  # exact: one process adds a number, others zero
+        return pieces
 
 
-def _updates_of(momentum: Tensor, weights: Tensor, start: int) -> Iterator[Update]:
-    """Yield an Update of each matrix that has elements in `weights`. `momentum` is (rows, cols) or
-    (experts, rows, cols). `weights` is flat and begins at element `start` of the flat parameter."""
-    for index, matrix in enumerate(momentum.view(-1, *momentum.shape[-2:])):
-        begin = index * matrix.numel() - start  # of the matrix in `weights`; negative: before them
-        mine = weights[max(0, begin) : max(0, begin + matrix.numel())]
-        if len(mine):
-            yield Update(matrix, mine, max(0, -begin))
-
-
-def _batches(updates: list[Update]) -> Iterator[list[Update]]:
-    """Yield lists of updates of one shape: up to BATCH_ELEMENTS elements, or one larger matrix."""
+def _batches(momenta: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of matrices of one shape: up to BATCH_ELEMENTS elements, or one larger matrix."""
     by_shape = defaultdict(list)
-    for update in updates:
-        by_shape[update.matrix.shape].append(update)
+    for momentum in momenta:
+        shape = momentum.shape[-2:]
+        by_shape[shape] += momentum.view(-1, *shape)
     for shape, same in by_shape.items():
-        count = max(1, BATCH_ELEMENTS[same[0].matrix.device.type] // shape.numel())
+        count = max(1, BATCH_ELEMENTS[same[0].device.type] // shape.numel())
         for first in range(0, len(same), count):
             yield same[first : first + count]
