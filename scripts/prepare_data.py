@@ -115,7 +115,7 @@ def report(
     share = made_from["val_fraction"]
     if (share or by_split(files)["val"]) and not splits["val"]["documents"]:
         lines.append("  WARNING: no validation split: pass a larger --val_fraction, or more text")
-    chosen = f"  --val_fraction {share:g}, --segmentations {ways['train']}"
+    chosen = f"  settings: --val_fraction {share:g}, --segmentations {ways['train']}"
     if of_text and any(suffix_of(path) in UNSTRUCTURED for path in files):
         longest = defaults_for(files).section_bytes // 1024
         chosen += f", long files cut into documents of {longest} KiB"

@@ -10,16 +10,9 @@ from lm.common.numbers import available_cores
 from lm.engine.hardware import available_memory
 
 # A job's step in a group below the job's group, as SLURM makes it.
-STEP_2 = {
-    "proc/self/cgroup": "1:name=x:/y\n0::/slurm/job_7/step_0\n",
-    "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n",
-}
-# A container sees its own group as the root of each mount. Its process is in a group below.
-CONTAINER_1 = {
-    "proc/self/cgroup": "9:memory:/docker/a1/own\n4:cpu,cpuacct:/docker/a1/own\n0::/\n",
-    "proc/self/mountinfo": "31 22 0:27 /docker/a1 /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup "
-    "rw,cpu,cpuacct\n32 22 0:28 /docker/a1 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n",
-}
+STEP_2 = {"proc/self/cgroup": "1:name=x:/y\n0::/slurm/job_7/step_0\n"}
+# A container sees its own group as the root folder, but the path of this group on its host.
+CONTAINER_1 = {"proc/self/cgroup": "9:memory:/docker/a1\n4:cpu,cpuacct:/docker/a1\n0::/\n"}
 
 
 @pytest.fixture
@@ -44,9 +37,9 @@ def system(tmp_path, monkeypatch):
         (STEP_2, {"slurm/job_7/cpu.max": "150000 100000\n"}, 1),  # the threads share 1.5 cores
         (STEP_2, {"slurm/job_7/step_0/cpu.max": "300000 100000\n", "cpu.max": "max 100000\n"}, 3),
         (STEP_2, {"slurm/job_7/step_0/cpu.max": "max 100000\n"}, 6),
-        (CONTAINER_1, {"cpu,cpuacct/cpu.cfs_quota_us": "50000\n"}, 1),
-        (CONTAINER_1, {"cpu,cpuacct/own/cpu.cfs_quota_us": "250000\n"}, 2),
-        (CONTAINER_1, {"cpu,cpuacct/cpu.cfs_quota_us": "-1\n"}, 6),
+        (CONTAINER_1, {"cpu/cpu.cfs_quota_us": "50000\n"}, 1),
+        (CONTAINER_1, {"cpu/docker/a1/cpu.cfs_quota_us": "250000\n"}, 2),
+        (CONTAINER_1, {"cpu/cpu.cfs_quota_us": "-1\n"}, 6),
         ({}, {}, 6),  # not Linux
     ],
 )
@@ -71,7 +64,7 @@ def test_every_control_group_above_the_process_can_limit_its_memory(
     system, monkeypatch, groups, limit, stat
 ):
     limit = Path("sys/fs/cgroup", limit)
-    unlimited = limit.parent / ("step_0" if groups is STEP_2 else "own") / limit.name
+    unlimited = limit.parent / ("step_0" if groups is STEP_2 else "docker/a1") / limit.name
     none = {unlimited: "max\n" if groups is STEP_2 else f"{2**63 - 4096}\n"}
     stats = {path.with_name("memory.stat"): stat for path in (limit, unlimited)}
     system(groups | {limit: "3000000\n"} | none | stats)

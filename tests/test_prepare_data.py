@@ -89,7 +89,9 @@ def test_the_size_of_the_text_decides_the_settings_and_they_are_printed(workplac
     assert val["documents"] == pytest.approx(documents / 10, rel=0.5)
     assert val["bytes"] + train["bytes"] / 7 == n_bytes
     *_, chosen = capsys.readouterr().out.splitlines()
-    expected = "--val_fraction 0.1, --segmentations 7, long files cut into documents of 1 KiB"
+    expected = (
+        "settings: --val_fraction 0.1, --segmentations 7, long files cut into documents of 1 KiB"
+    )
     assert chosen.strip() == expected
 
 
