@@ -109,12 +109,6 @@ class PackingOptions:
         """Return the number of copies of each training document, see `lm.data.encoding`."""
         return self.segmentations or defaults_for(files).segmentations
 
-    def records(self, files: list[str], section_bytes: int) -> Iterator[Record]:
-        """Yield all records of the files."""
-        if self.kind == CONVERSATIONS:
-            return conversation_records(files)
-        return read_records(files, self.text_column, section_bytes)
-
 
 def prepare(
     files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]
@@ -124,18 +118,20 @@ def prepare(
     or tokenizer, OSError for problems of the disk. After an error, no incomplete folder is left."""
     # Describe files before reading them. A file that changes later then counts as changed.
     fingerprint = describe_sources(files, options)
-    splits, share = by_split(files), options.val_fraction_of(files)
-    read = partial(options.records, section_bytes=defaults_for(files).section_bytes)
+    chosen, splits = defaults_for(files), by_split(files)
+    share = options.val_fraction_of(files)
+    read, column = conversation_records, options.text_column
+    if options.kind == TEXT:
+        read = partial(read_records, text_column=column, section_bytes=chosen.section_bytes)
     # The encoding processes start while the tokenizer is trained.
     with whole_folder(out) as folder, encoders(options.workers, text_size(files)) as encode_all:
         if options.tokenizer is not None:
             copy_tokenizer(options.tokenizer, folder)
         else:
-            size = options.vocab_size
-            if may_shrink := size is None:
-                size = defaults_for(files).vocab_size
             texts, path = _some_texts(splits["train"], read, options), folder / TOKENIZER_FILE
-            train_tokenizer(texts, size, path, may_shrink=may_shrink)
+            by_size = options.vocab_size is None
+            size = chosen.vocab_size if by_size else options.vocab_size
+            train_tokenizer(texts, size, path, may_shrink=by_size)
         tokenizer = open_tokenizer(folder)
         ways = options.segmentations_of(files)
         encode = partial(encode_batch, options.kind, tokenizer.path, ways, options.markers)
