@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
         from lm.inference.server.app import Served, Server, bind
     except ModuleNotFoundError as error:
         raise UsageError(f"{error}: python -m pip install fastapi uvicorn") from error
-    from lm.inference.worker import Worker
+    from lm.inference.server.worker import Worker
 
     bound = bind(args.host, args.port)  # fails before the model is loaded
     decoder, trained = load_to_talk(args)

@@ -14,7 +14,7 @@ from lm.inference.decoder import Decoder
 from lm.inference.generation import generate
 from lm.inference.sampling import Sampling
 from lm.inference.server.app import Served, Server, bind
-from lm.inference.worker import Worker
+from lm.inference.server.worker import Worker
 
 
 class LiveServer:
@@ -50,7 +50,7 @@ class LiveServer:
     def continues(self, ids: list[int], n: int, next_ids=(), **sampling) -> str:
         """Return the model's text after these ids, without the server; greedy by default."""
         settings = Sampling(**{"temperature": 0} | sampling)
-        (new,) = generate(self.model, [ids], n, settings, next_ids=[next_ids])
+        (new,) = generate(self.model, [ids], n, settings, next_ids=next_ids)
         return self.tokenizer.decode([*self.tokenizer.encode("x"), *new])[1:]  # as in StreamedText
 
     def prompt_ids(self, question: str) -> list[int]:

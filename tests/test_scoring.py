@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from lm.data.corpus import Record
 from lm.data.tokenizer import Tokenizer
 from lm.evaluation import scoring
-from lm.evaluation.language_modelling import conversation_rows, document_rows, summary
-from lm.evaluation.scoring import Row, Scorer, ratio
+from lm.evaluation.rows import conversation_rows, document_rows
+from lm.evaluation.scoring import Row, Scorer, ratio, summary
 from model import IGNORE_INDEX, Transformer
 
 SEQ_LEN = 16

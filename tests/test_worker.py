@@ -10,7 +10,7 @@ from lm.data.tokenizer_training import EOS_ID
 from lm.inference.decoder import Decoder
 from lm.inference.generation import StreamedText, generate
 from lm.inference.sampling import Sampling
-from lm.inference.worker import Worker
+from lm.inference.server.worker import Worker
 
 CONTEXT = 1 << 16  # so long that no text fills it
 GREEDY = Sampling(temperature=0)

@@ -1,9 +1,10 @@
-"""Compute log-likelihoods of token sequences, and ratios with 95% intervals."""
+"""Score token sequences: loss, perplexity, bits per byte and accuracy, with 95% intervals."""
 
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import NamedTuple
@@ -128,3 +129,17 @@ def ratio(tops: np.ndarray, bottoms: np.ndarray, scale: Callable = float) -> dic
         return {"value": scale(r), "low": None, "high": None}
     half = 1.96 * math.sqrt(n / (n - 1) * np.square(tops - r * bottoms).sum()) / total
     return {"value": scale(r), "low": scale(max(0.0, r - half)), "high": scale(r + half)}
+
+
+def summary(units: list[tuple[Hashable, np.ndarray]]) -> dict:
+    """Return totals and metrics of `Scorer.units`. Loss is in nats per token. Bits per byte are
+    comparable between tokenizers: the same loss, in bits, for each byte of the scored text."""
+    nll, hits, tokens, n_bytes = np.array([scores.sum(axis=0) for _, scores in units]).T
+    metrics = {
+        "loss": ratio(nll, tokens),
+        "perplexity": ratio(nll, tokens, lambda loss: math.exp(min(loss, 700))),  # no overflow
+        "bits_per_byte": ratio(nll, n_bytes, lambda nats: nats / math.log(2)),
+        "accuracy": ratio(hits, tokens, partial(min, 1.0)),
+    }
+    totals = {"tokens": int(sum(tokens)), "bytes": round(sum(n_bytes))}
+    return {"units": len(units), "unit": "documents", **totals, "metrics": metrics}

@@ -26,14 +26,9 @@ from lm.data.order import spread
 from lm.data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from lm.data.tokenizer import tokenizer_hash
 from lm.engine.hardware import device_name
-from lm.evaluation.language_modelling import (
-    conversation_rows,
-    document_rows,
-    prepared_rows,
-    summary,
-)
 from lm.evaluation.multiple_choice import answers, question_rows
-from lm.evaluation.scoring import LEAST_UNITS, Row, Scorer
+from lm.evaluation.rows import conversation_rows, document_rows, prepared_rows
+from lm.evaluation.scoring import LEAST_UNITS, Row, Scorer, summary
 from lm.formats.portable import without_memory
 from lm.storage.weights import Trained
 
@@ -136,25 +131,15 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
     column = args.text_column or TEXT_COLUMN
     records = conversation_records(files) if is_chat else read_records(files, column)
     records = islice(records, args.limit or None)  # 0 is no limit
+    facts = {"split": split, "changed_by_tokenizer": 0}
     if is_chat:
-        facts = {
-            "split": split,
-            "unit": "conversations",
-            "cut": 0,
-            "left_out": 0,
-            "changed_by_tokenizer": 0,
-        }
+        facts |= {"unit": "conversations", "cut": 0, "left_out": 0}
         return conversation_rows(records, tokenizer, seq_len, facts), None, facts
     if args.task == "text":
         stride = args.stride or max(1, seq_len // 2)
         if stride > seq_len:
             raise UsageError(f"--stride {stride} skips tokens: pass at most {seq_len}, the context")
-        facts = {
-            "split": split,
-            "stride": stride,
-            "changed_by_tokenizer": 0,
-            "with_markers_as_text": 0,
-        }
+        facts |= {"stride": stride, "with_markers_as_text": 0}
         return document_rows(records, tokenizer, seq_len, stride, facts), None, facts
     template = trained.chats if args.template is None else args.template
     if template and args.delimiter is not None:

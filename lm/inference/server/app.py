@@ -25,7 +25,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.inference.generation import StreamedText
 from lm.inference.sampling import Sampling
 from lm.inference.server.requests import ChatRequest, CompletionRequest, GenerationRequest
-from lm.inference.worker import Worker
+from lm.inference.server.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
 MAX_BYTES = 1 << 20  # largest body of a request
@@ -235,17 +235,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 def once_per_kind() -> Callable[[logging.LogRecord], bool]:
     """Return a logging filter that lets each kind of message pass once, because clients can repeat
-    a failure until a disk is full. An error of the system becomes one line without a traceback."""
+    a failure until a disk is full."""
     seen = set()
 
     def is_new(record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        line, _, more = record.getMessage().partition("\n")
-        if isinstance(error, OSError):
-            line, more, record.exc_info = f"{line}: {error}", "", None
-        record.msg, record.args = f"{line} (shown once) {more}".rstrip(), ()
+        kind = record.getMessage().split("\n")[0], record.exc_info and record.exc_info[0]
         n_seen = len(seen)
-        seen.add((line, type(error)))
+        seen.add(kind)
         return len(seen) > n_seen
 
     return is_new

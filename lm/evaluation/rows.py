@@ -1,10 +1,7 @@
-"""Score text, conversations and prepared data: loss, perplexity, accuracy."""
+"""The rows of texts, conversations and prepared data, which lm/evaluation/scoring.py scores."""
 
-import math
-from collections.abc import Hashable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 
-import numpy as np
 import torch
 
 from lm.common.errors import UsageError
@@ -13,7 +10,7 @@ from lm.data.corpus import Record, load_json, parse
 from lm.data.dataset import TokenStream
 from lm.data.encoding import MARKERS
 from lm.data.tokenizer import Tokenizer
-from lm.evaluation.scoring import Row, ratio
+from lm.evaluation.scoring import Row
 from model import IGNORE_INDEX
 
 
@@ -84,16 +81,3 @@ def prepared_rows(dataset: TokenStream, samples: list[int], units: list[int]) ->
         tokens, targets = dataset[i]
         n_targets = int((targets != IGNORE_INDEX).sum())
         yield Row(unit, tokens, targets, n_targets * dataset.bytes_per_token)
-
-
-def summary(units: list[tuple[Hashable, np.ndarray]]) -> dict:
-    """Return totals, loss in nats per token, perplexity, bits per byte and accuracy."""
-    nll, hits, tokens, n_bytes = np.array([scores.sum(axis=0) for _, scores in units]).T
-    metrics = {
-        "loss": ratio(nll, tokens),
-        "perplexity": ratio(nll, tokens, lambda loss: math.exp(min(loss, 700))),  # no overflow
-        "bits_per_byte": ratio(nll, n_bytes, lambda nats: nats / math.log(2)),
-        "accuracy": ratio(hits, tokens, partial(min, 1.0)),
-    }
-    totals = {"tokens": int(sum(tokens)), "bytes": round(sum(n_bytes))}
-    return {"units": len(units), "unit": "documents", **totals, "metrics": metrics}
