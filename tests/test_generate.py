@@ -47,7 +47,7 @@ def expected(weights: Path, prompt: str, n: int, **sampling) -> str:
     """Return the prompt and its continuation of at most n tokens as one text."""
     tokenizer = Tokenizer(weights / "tokenizer.model")
     ids, next_ids = tokenizer.encode_prompt(prompt)
-    options = {"next_ids": [next_ids], "stop_ids": (tokenizer.eos_id,)}
+    options = {"next_ids": next_ids, "stop_ids": (tokenizer.eos_id,)}
     settings = Sampling(**{"seed": 42} | sampling)
     (new,) = generate(load_portable(weights), [ids], n, settings, **options)
     return tokenizer.decode(ids + new)

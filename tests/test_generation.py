@@ -114,7 +114,7 @@ def test_each_text_of_a_batch_has_its_own_settings(long):
     ]
     generate_all(Decoder(long), texts)
     for text in texts:
-        options = {"next_ids": [text.next_ids]}
+        options = {"next_ids": text.next_ids}
         assert [text.ids] == generate(long, [text.prompt], 15, text.sampling, **options)
     assert texts[0].ids != texts[3].ids
     assert texts[1].ids == step_by_step(long, second, 15)

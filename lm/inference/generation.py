@@ -214,19 +214,18 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling | None = None,
     *,
-    next_ids: Sequence[list[int]] = (),
+    next_ids: Sequence[int] = (),
     stop_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
-    """Return the new token ids of each prompt. The tokens of prompt i are drawn with seed + i.
-    `next_ids` is empty or has one list per prompt. If `max_new_tokens` is 0, the returned lists are
-    empty. `Sampling` and `Continuation` describe the other arguments."""
+    """Return the new token ids of each prompt, none if `max_new_tokens` is 0. The tokens of prompt
+    i are drawn with seed + i. `Sampling` and `Continuation` describe the other arguments."""
     sampling = sampling or Sampling()
     texts = [
         Continuation(
             prompt=prompt,
             max_new_tokens=max_new_tokens,
             sampling=sampling.numbered(i),
-            next_ids=next_ids[i] if next_ids else (),
+            next_ids=next_ids,
             stop_ids=stop_ids,
         )
         for i, prompt in enumerate(prompts)

@@ -54,7 +54,7 @@ def prompt_and_continuations(
     else:
         prompt = encode_chat_prompt(tokenizer, [Turn("user", args.sample_prompt)])
     how, stop = Sampling(seed=args.seed), (tokenizer.eos_id,)
-    more = {"next_ids": [next_ids] * count, "stop_ids": stop}
+    more = {"next_ids": next_ids, "stop_ids": stop}
     texts = generate(model, [prompt] * count, args.sample_tokens, how, **more)
     return tokenizer.decode(prompt), [tokenizer.decode(ids) for ids in texts]
 
