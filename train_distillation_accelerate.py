@@ -33,9 +33,7 @@ def train(run: Run) -> None:
                 run.backward(
                     loss, batch, out.routing, hard_loss=hard, soft_loss=soft, agreement=agreement
                 )
-        grad_norm = run.clip_gradients()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        grad_norm = run.update()  # clip the gradient; change the weights, if its norm is finite
         run.end(step, grad_norm)  # log, validate, sample, save
     run.finish()  # write weights and a report, or say how to resume a run that was stopped
 

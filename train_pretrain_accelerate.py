@@ -24,9 +24,7 @@ def train(run: Run) -> None:
             with run.accumulate():
                 out = run.model(batch.tokens, batch.targets)
                 run.backward(out.loss, batch, out.routing)
-        grad_norm = run.clip_gradients()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        grad_norm = run.update()  # clip the gradient; change the weights, if its norm is finite
         run.end(step, grad_norm)  # log, validate, sample, save
     run.finish()  # write weights and a report, or say how to resume a run that was stopped
 

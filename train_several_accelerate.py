@@ -84,9 +84,7 @@ def train(runs: "Runs") -> None:
                 with run.accumulate():
                     out = run.model(batch.tokens, batch.targets)
                     run.backward(out.loss, batch, out.routing)
-            grad_norm = run.clip_gradients()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            grad_norm = run.update()  # clip the gradient; change the weights, if its norm is finite
             val_losses[run] = run.report(step, grad_norm)  # log, validate, sample
         runs.end(step, val_losses)  # save all runs or none
     runs.finish()  # write weights and reports, or say how to resume runs that were stopped

@@ -29,9 +29,7 @@ def train(run: Run) -> None:
                 # Only answers are targets, and a conversation sees none of the others.
                 out = run.model(batch.tokens, batch.targets, starts=batch.starts)
                 run.backward(out.loss, batch, out.routing)
-        grad_norm = run.clip_gradients()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        grad_norm = run.update()  # clip the gradient; change the weights, if its norm is finite
         run.end(step, grad_norm)  # log, validate, sample, save
     run.finish()  # write weights and a report, or say how to resume a run that was stopped
 

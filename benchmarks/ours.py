@@ -73,9 +73,7 @@ class OurStep:
                 out = run.model(batch.tokens, batch.targets)
                 run.backward(out.loss, batch, out.routing)
         self._loss = out.loss.detach()
-        self._norms.append(run.clip_gradients())
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        self._norms.append(run.update())
 
     def loss(self) -> float:
         """Return the loss of the last micro-batch, after waiting for the device.

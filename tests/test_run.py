@@ -1,7 +1,7 @@
 """The parts of a training step. Whole launches are tested in tests/integration."""
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -85,13 +85,6 @@ def take(run: Run, step: int) -> list[MicroBatch]:
     return batches
 
 
-def update(run: Run):
-    grad_norm = run.clip_gradients()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    return grad_norm
-
-
 def gradients(run: Run) -> list[torch.Tensor]:
     return [p.grad.clone() for p in run.model.parameters()]
 
@@ -130,7 +123,7 @@ def test_muon_has_its_own_peak_learning_rate_and_the_schedule_of_adamw(run_of):
 def test_a_step_without_any_target_has_a_gradient_of_zero(run_of):
     run = run_of([0] * len(ALL), every_target_counts=False)
     take(run, 1)
-    assert update(run) == 0
+    assert run.update() == 0
 
 
 def test_the_last_steps_read_only_the_first_segmentation_also_in_a_resumed_run(run_of, monkeypatch):
@@ -146,24 +139,35 @@ def test_the_last_steps_read_only_the_first_segmentation_also_in_a_resumed_run(r
     assert [step for step, rows in read.items() if all(row in first for row in rows)] == [3, 4]
 
 
-def test_the_reduction_of_zero2_belongs_to_the_optimizer_phase(run_of, monkeypatch):
+def test_under_deepspeed_the_weights_change_in_update_after_one_reduction(run_of, monkeypatch):
     """The context of DeepSpeed reduces the gradients when it ends."""
-    run, phases = run_of(), []
+    run, calls = run_of(), []
 
     @contextmanager
     def reduction_at_the_end():
         yield
-        phases.append("reduction")
+        calls.append("reduction")
 
-    monkeypatch.setattr(run.profiler, "phase", phases.append)
-    run.engine.coalesces = True
+    monkeypatch.setattr(run.profiler, "phase", calls.append)
+    run.engine.coalesces, run.engine.deepspeed = True, {}
     run.model = SimpleNamespace(
         coalesce_grad_reduction=reduction_at_the_end,
-        set_gradient_accumulation_boundary=lambda _: None,
-        step=lambda: phases.append("step"),
+        set_gradient_accumulation_boundary=calls.append,
+        backward=lambda loss: calls.append(loss.item()),
+        step=lambda: calls.append("step"),
+        get_global_grad_norm=lambda: 3.0,
+        no_sync=nullcontext,
     )
-    assert len(list(run.micro_batches())) == ACCUMULATION
-    assert phases == ["data"] * (ACCUMULATION + 1) + ["optimizer", "reduction", "step"]
+    run.begin(1)
+    for batch in run.micro_batches():
+        with run.accumulate():
+            run.backward(torch.tensor(2.0), batch)
+    pass_ = ["data", "forward", "backward"]
+    earlier = [*pass_, False, 2.0] * (ACCUMULATION - 1)
+    assert calls == [*earlier, *pass_, True, 2.0, "data"]
+    calls.clear()
+    assert run.update() == 3.0
+    assert calls == ["optimizer", "reduction", True, "step"]
 
 
 @pytest.mark.parametrize(("trained", "steps"), [(0, [1, 2, 3, 4]), (2, [3, 4]), (4, [])])
@@ -175,11 +179,14 @@ def test_steps_go_from_the_first_untrained_step_to_the_last(run_of, trained, ste
 
 
 @pytest.mark.parametrize(("grad_clip", "clipped"), [(1e-3, True), (0.0, False)])
-def test_a_gradient_is_clipped_to_grad_clip_and_not_at_all_with_0(run_of, grad_clip, clipped):
+def test_a_gradient_is_clipped_to_grad_clip_and_not_at_all_with_0(
+    run_of, monkeypatch, grad_clip, clipped
+):
     run = run_of(grad_clip=grad_clip)
+    monkeypatch.setattr(run.optimizer, "zero_grad", lambda: None)
     take(run, 1)
     norm = norm_of(gradients(run))
-    assert run.clip_gradients() == pytest.approx(norm)
+    assert run.update() == pytest.approx(norm)
     assert norm_of(gradients(run)) == pytest.approx(1e-3 if clipped else norm, rel=1e-2)
 
 
@@ -198,7 +205,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(run_of, optimizer, bad):
         if step == 2:
             run.model.norm.weight.grad[0] = bad
         before = state_of(run)
-        assert np.isfinite(update(run)) == (step == 1)
+        assert np.isfinite(run.update()) == (step == 1)
         same = list(map(torch.equal, before, state_of(run)))
         assert all(same) if step == 2 else not any(same[: len(list(run.model.parameters()))])
         assert all(p.grad is None for p in run.model.parameters())
@@ -221,7 +228,7 @@ def test_an_update_does_not_wait_for_the_norm_of_the_gradient(run_of, monkeypatc
     on_gpu = lambda *args: clip(*args).as_subclass(OnGPU)  # noqa: E731
     monkeypatch.setattr(run.accelerator, "clip_grad_norm_", on_gpu)
     take(run, 1)
-    assert isinstance(update(run), OnGPU)
+    assert isinstance(run.update(), OnGPU)
 
 
 def test_samples_are_written_at_intervals_and_checkpoints_also_at_the_end(run_of, monkeypatch):

@@ -308,16 +308,16 @@ def test_the_start_block_names_the_rates_of_all_layers(flags, capsys):
 
 
 def test_an_interrupted_main_saves_and_says_how_to_resume(flags, tmp_path, capsys, monkeypatch):
-    run, steps, clip = tmp_path / "a", [], Run.clip_gradients
+    run, steps, update = tmp_path / "a", [], Run.update
 
     def interrupted(run: Run):
         steps.append(run)
         if len(steps) == 3:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)  # two signals at once count as one
-        return clip(run)
+        return update(run)
 
-    monkeypatch.setattr(Run, "clip_gradients", interrupted)
+    monkeypatch.setattr(Run, "update", interrupted)
     main(flags("a", "--max_steps", "100000"))
     assert len(steps) == last_saved_step(run) == 3
     stopped = "stopped by SIGINT after step 3, saved; to go on:\n"

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
-from torch import nn
 
 from lm.common.errors import one_line
 from lm.training.arguments import TrainingArguments
@@ -20,16 +19,12 @@ class StepProfiler:
     """Measure one step in every --profile_interval steps. A phase includes the wait for the GPU.
     The trace in `folder` has only the last micro-batch and the optimizer, to stay small."""
 
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, folder: Path, args: TrainingArguments
-    ):
+    def __init__(self, accelerator: Accelerator, folder: Path, args: TrainingArguments):
         self.accelerator, self.folder, self.args = accelerator, folder, args
         self._seconds: dict[str, float] = {}  # seconds per phase; {} if the step is not measured
         self._phase, self._since = "", 0.0  # the current phase and the time when it began
         self._micro_batches, self._trace = 0, None
         self._label, self._recording = ExitStack(), ExitStack()
-        if args.profile and hasattr(model, "get_global_grad_norm"):  # DeepSpeed
-            self._engine_step, model.step = model.step, self._timed_engine_step
 
     def begin_step(self, step: int) -> None:
         """Begin to measure the step, if it is due."""
@@ -80,8 +75,3 @@ class StepProfiler:
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
-
-    def _timed_engine_step(self) -> None:  # called in backward or by Run.micro_batches
-        self.phase("optimizer")
-        self._engine_step()
-        self.phase("backward")

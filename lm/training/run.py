@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 from typing import NamedTuple
@@ -117,6 +117,7 @@ class Run:
         self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
         self.interrupted = False  # True if a stop request has ended a validation early
         self.learning_rate = LearningRate(args, self.total_steps)
+        self._reduction = ExitStack()  # under ZeRO-2, what reduces the gradients once per step
         self.samples_per_step = args.global_batch(engine.processes)
         self._batches = read_batches(inputs, engine)
         if not train_set.every_target_counts:  # else the weights stay 1
@@ -124,7 +125,7 @@ class Run:
         self.log = TrainingLog(inputs, self.accelerator, name)
         if start.checkpoint:
             load_checkpoint(start.checkpoint, engine, self.state, self.log.meter)
-        self.profiler = StepProfiler(self.accelerator, self.model, self.folder.profile, args)
+        self.profiler = StepProfiler(self.accelerator, self.folder.profile, args)
         self.val_loader = inputs.val_set and validation_loader(
             inputs.val_set, args.batch_size, args.eval_samples, self.accelerator
         )
@@ -139,23 +140,19 @@ class Run:
             yield step
 
     def begin(self, step: int) -> None:
-        """Set a step's learning rate. DeepSpeed needs it already in `backward`."""
+        """Set a step's learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step) * group["lr_factor"]
+        if self.engine.coalesces:
+            self._reduction.enter_context(self.model.coalesce_grad_reduction())
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield a step's micro-batches. At the end, update the weights if `engine.coalesces`."""
+        """Yield a step's micro-batches."""
         self.profiler.phase("data")
-        coalesces = self.engine.coalesces
-        with self.model.coalesce_grad_reduction() if coalesces else nullcontext():
-            for batch in islice(self._batches, self.args.accumulation_steps):
-                yield batch
-                self.profiler.phase("data")
-            self.profiler.phase("optimizer")  # includes the reduction at the end of this context
-        if coalesces:
-            self.model.set_gradient_accumulation_boundary(True)
-            self.model.step()
+        for batch in islice(self._batches, self.args.accumulation_steps):
+            yield batch
+            self.profiler.phase("data")
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -181,22 +178,32 @@ class Run:
             parts |= {name: value.detach() for name, value in balance.items()}
         # The mean over zero targets is NaN; its gradient must be zero.
         weighted = trained * batch.weight if batch.n_targets else trained.nan_to_num() * 0
-        # Accelerate's backward would call DeepSpeed's `step` too early, before the reduction.
-        (self.model if self.engine.coalesces else self.accelerator).backward(weighted)
+        if self.engine.deepspeed is None:
+            self.accelerator.backward(weighted)
+        else:  # Accelerate's backward would also update the weights, which `update` does
+            self.model.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
+            self.model.backward(weighted)
         if batch.n_targets:
             share = batch.n_targets / (self.args.batch_size * self.inputs.train_set.seq_len)
             self.log.meter.add(share, loss=loss.detach(), **parts)
 
-    def clip_gradients(self) -> float | Tensor:
-        """Clip the gradient to --grad_clip; return its norm before clipping. Skip a step with a
-        non-finite norm. Without DeepSpeed, the norm on a GPU is a tensor: reading it waits."""
+    def update(self) -> float | Tensor:
+        """Clip the gradient to --grad_clip, update the weights, set the gradient to zero. Skip the
+        update if the gradient's norm is not finite. Return the norm before clipping. Without
+        DeepSpeed, the norm on a GPU is a tensor: reading it waits."""
         self.profiler.phase("optimizer")
+        if self.engine.deepspeed is not None:
+            self._reduction.close()  # reduces the gradients if no backward pass has reduced them
+            self.model.set_gradient_accumulation_boundary(True)
+            self.model.step()  # clips, updates or skips, and sets the gradient to zero
+            return float(self.model.get_global_grad_norm())
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
-        # Skip the step as a GradScaler does. DeepSpeed and fp16's loss scaling do so themselves.
-        if self.engine.deepspeed is None and self.accelerator.scaler is None:
+        if self.accelerator.scaler is None:  # else fp16's loss scaling skips the update itself
             self.optimizer.optimizer.found_inf = (~norm.isfinite()).float()
-        return norm if getattr(norm, "is_cuda", False) else float(norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm if norm.is_cuda else float(norm)
 
     def end(self, step: int, grad_norm: float | Tensor) -> None:
         """Report the step (see `report`); save if it is time; at a stop request, save and stop."""
