@@ -136,17 +136,17 @@ def test_an_epoch_is_one_pass_over_a_text_in_several_segmentations(corpus, tmp_p
     data = pack(corpus, tmp_path / "data", segmentations=3)
     typed = "--epochs 2 --max_seq_len 24 --run_name a"
     found = inputs(typed, data)
-    stored, passed = len(found.train_set), math.ceil(len(found.train_set) / 3)
-    assert (found.samples_per_epoch, found.total_steps) == (passed, math.ceil(2 * passed / 8))
-    # Checkpoints of older versions say nothing about an epoch: it is all that is stored.
-    older = {k: v for k, v in found.identity.items() if k != "samples_per_epoch"}
-    for identity, samples in ((found.identity, passed), (older, stored)):
-        run = RunFolder(data / "runs" / "a")
-        write_empty(run, 1, identity=identity, model=found.config.to_dict())
-        again = inputs(f"{typed} --resume auto", data)
-        assert again.start.checkpoint
-        assert (again.samples_per_epoch, again.identity) == (samples, identity)
-        assert again.total_steps == math.ceil(2 * samples / 8)
+    passed = math.ceil(len(found.train_set) / 3)
+    assert (found.train_set.samples_per_epoch, found.total_steps) == (
+        passed,
+        math.ceil(2 * passed / 8),
+    )
+    write_empty(
+        RunFolder(data / "runs" / "a"), 1, identity=found.identity, model=found.config.to_dict()
+    )
+    again = inputs(f"{typed} --resume auto", data)
+    assert again.start.checkpoint
+    assert (again.identity, again.total_steps) == (found.identity, found.total_steps)
 
 
 def test_noise_needs_several_segmentations(corpus, packed, tmp_path):

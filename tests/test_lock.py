@@ -13,7 +13,7 @@ from lm.engine.deepspeed_setup import set_up_deepspeed
 from lm.engine.engine import Engine
 from lm.storage.folder import RunFolder, claim_new, lock
 from lm.training.arguments import TrainingArguments
-from lm.training.resume import find_starting_point
+from lm.training.starting_point import find_starting_point
 
 HOLD = """
 import os, sys
@@ -77,7 +77,7 @@ def test_a_run_is_locked_before_its_checkpoint_is_chosen(tmp_path, monkeypatch, 
         write_empty(run, 2)
         run.metrics.touch()
 
-    monkeypatch.setattr("lm.training.resume.claim", last_save)
+    monkeypatch.setattr("lm.training.starting_point.claim", last_save)
     args = TrainingArguments(out_dir=str(tmp_path), run_name="run", resume=resume)
     if resume is None:
         assert "holds a run: pass --resume auto" in error_of(find_starting_point, args, claims=True)

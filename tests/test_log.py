@@ -14,7 +14,7 @@ from lm.training import log as log_module
 from lm.training.arguments import TrainingArguments
 from lm.training.log import TrainingLog
 from lm.training.loss_meter import LossMeter
-from lm.training.resume import StartingPoint
+from lm.training.starting_point import StartingPoint
 from model import LMConfig
 
 NAN, INF = float("nan"), float("inf")

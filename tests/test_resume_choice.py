@@ -12,6 +12,7 @@ import torch
 from conftest import error_of
 
 from lm.common.errors import UsageError
+from lm.data.shards import TEXT
 from lm.engine.engine import Engine
 from lm.storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
 from lm.storage.folder import RunFolder, lock, read_settings, release_locks
@@ -23,18 +24,21 @@ from lm.training.arguments import (
 )
 from lm.training.inputs import choose_sources, shapes_of
 from lm.training.resume import (
-    StartingPoint,
     changes_since_stop,
     decided_arguments,
-    find_starting_point,
-    resumed_arguments,
+    require_same_run,
     run_identity,
     saved_flags,
+    with_global_batch,
+)
+from lm.training.schedule import FROM_WEIGHTS, default_rates
+from lm.training.starting_point import (
+    StartingPoint,
+    find_starting_point,
     set_aside,
     settings_of,
     write_settings,
 )
-from lm.training.schedule import FROM_WEIGHTS, default_rates
 from model import LMConfig
 
 NOW = 1.7e9
@@ -179,7 +183,12 @@ def test_resuming_an_earlier_checkpoint_sets_later_ones_and_the_weights_aside(tm
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)
 MINE, OTHERS = (
-    SimpleNamespace(description={"tokenizer_sha256": letter * 64}, identity=letter * 16)
+    SimpleNamespace(
+        description={"tokenizer_sha256": letter * 64},
+        identity=letter * 16,
+        kind=TEXT,
+        segmentations=1,
+    )
     for letter in "ab"
 )
 
@@ -197,10 +206,8 @@ def saved_by(path: Path, args: TrainingArguments, processes: int = 1, **changes)
 def resumed(
     start: StartingPoint, args: TrainingArguments, config=CONFIG, data=MINE, processes=1
 ) -> TrainingArguments:
-    identity = run_identity(data, args, processes)
-    shapes = shapes_of(config, args)
-    filled, identity = resumed_arguments(start, args, shapes, identity, processes)
-    assert identity == start.state["identity"]
+    filled = with_global_batch(start, args, processes)
+    require_same_run(start, shapes_of(config, args), run_identity(data, filled, processes))
     return filled
 
 
@@ -228,9 +235,9 @@ def test_a_run_is_not_resumed_with_other_data_tokenizer_or_teacher(tmp_path):
     args = DistillationArguments(teacher="now")
     start = saved_by(tmp_path, args)
     start.state["identity"]["teacher"] = "1" * 16
-    identity = run_identity(OTHERS, args, 1) | {"teacher": "2" * 16}
+    identity = run_identity(OTHERS, args, 1, teacher="2" * 16)
     with pytest.raises(UsageError) as error:
-        resumed_arguments(start, args, shapes_of(CONFIG, args), identity, 1)
+        require_same_run(start, shapes_of(CONFIG, args), identity)
     for name, ours, theirs in (("data", "a", "b"), ("tokenizer", "a", "b"), ("teacher", "1", "2")):
         said = f"{name}: {ours * 16} in the checkpoint, {theirs * 16} now"
         assert said in str(error.value)
@@ -400,21 +407,22 @@ def test_a_resume_lists_what_changed_since_the_run_was_stopped(write, accelerato
     start = StartingPoint(run, run.checkpoint(10), {"step": 10, "processes": 1})
     engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"train_batch_size": 24})
     same = dataclasses.replace(saved, resume="auto", run_name="mine")
-    assert changes_since_stop(start, same, CONFIG, engine) == []
+    assert changes_since_stop(start, settings_of(same, CONFIG, engine)) == []
     args = dataclasses.replace(same, learning_rate=2e-3, time_limit=None)
     config = dataclasses.replace(CONFIG, dropout=0.1)
     settings = json.loads(run.settings.read_text(encoding="utf-8"))
     run.settings.write_text(json.dumps(settings | {"engine": "DDP", "processes": 2}))
-    assert changes_since_stop(start, args, config, engine) == [
-        "changed since the run was stopped: --time_limit 1.5 → None",
-        "changed since the run was stopped: --learning_rate 0.001 → 0.002",
+    now = settings_of(args, config, engine)
+    assert sorted(changes_since_stop(start, now)) == [
         "changed since the run was stopped: --dropout 0.0 → 0.1",
+        "changed since the run was stopped: --learning_rate 0.001 → 0.002",
+        "changed since the run was stopped: --time_limit 1.5 → None",
         "changed since the run was stopped: engine DDP → DeepSpeed ZeRO-2",
         "changed since the run was stopped: processes 2 → 1",
     ]
-    assert changes_since_stop(StartingPoint(run), args, config, engine) == []
+    assert changes_since_stop(StartingPoint(run), now) == []
     run.settings.unlink()
-    assert changes_since_stop(start, args, config, engine) == []
+    assert changes_since_stop(start, now) == []
 
 
 def test_a_new_run_deletes_the_tokenizer_of_an_earlier_run_in_its_folder(write, tmp_path):

@@ -14,8 +14,8 @@ from lm.engine.engine import Engine
 from lm.storage.folder import RunFolder
 from lm.training.arguments import TrainingArguments
 from lm.training.inputs import Inputs, shapes_of
-from lm.training.resume import StartingPoint
 from lm.training.run import MicroBatch, Run
+from lm.training.starting_point import StartingPoint
 from model import IGNORE_INDEX, LMConfig
 
 ACCUMULATION, BATCH, SEQ_LEN, VOCAB, STEPS = 3, 2, 8, 50, 4

@@ -29,8 +29,8 @@ from lm.storage.folder import RunFolder, lock
 from lm.training import set_up, start_block
 from lm.training.arguments import SFTArguments, TrainingArguments
 from lm.training.inputs import Inputs, shapes_of
-from lm.training.resume import StartingPoint
 from lm.training.run import Run
+from lm.training.starting_point import StartingPoint
 from model import LMConfig
 from train_pretrain_accelerate import main
 
@@ -227,7 +227,7 @@ def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, caps
 def test_runs_of_one_second_have_their_own_folders_with_the_mode_of_umask(
     packed, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("lm.training.resume.time.strftime", lambda *given: "now")
+    monkeypatch.setattr("lm.training.starting_point.time.strftime", lambda *given: "now")
     before = os.umask(0o002)
     try:
         for _ in range(3):

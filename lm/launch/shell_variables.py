@@ -14,7 +14,7 @@ from lm.common.errors import ReportedError, UsageError
 from lm.data.corpus import SUFFIXES, find_files
 from lm.data.prepare import default_out
 from lm.training.arguments import DistillationArguments, SFTArguments, TrainingArguments
-from lm.training.resume import require_text_of_run
+from lm.training.prepared_data import require_text_of_run
 
 # STAGE → the training program's arguments, and the variables that the stage does not use.
 STAGES = {

@@ -18,7 +18,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.settings = path / "settings.json"  # see lm.training.resume.write_settings
+        self.settings = path / "settings.json"  # see lm.training.starting_point.write_settings
         self.template = path / TEMPLATE_FILE  # only in a run that trains on conversations
         self.metrics = path / "metrics.jsonl"  # the logged numbers, one JSON object per line
         self.lock = path / "lock"  # locked while a process trains here

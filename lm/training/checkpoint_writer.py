@@ -16,7 +16,7 @@ from lm.engine.engine import CHECKPOINT_WRITER, Engine
 from lm.engine.whole_tensors import TrainingState
 from lm.formats.portable import load_tensors
 from lm.storage import checkpoint as files
-from lm.storage.folder import RunFolder, read_settings, step_of
+from lm.storage.folder import RunFolder, step_of
 from lm.training.build import random_state, restore_random
 from lm.training.inputs import Inputs
 from lm.training.log import TrainingLog
@@ -110,13 +110,6 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
     def attempt() -> None:
         try:
             scalars, moments = files.read_state(path), load_tensors(path / files.OPTIMIZER)
-            if scalars["identity"].get("optimizer") == "muon" and "equal_rows" not in scalars:
-                # Equal rows are as old as --warmup_fraction. Older runs go on without them.
-                flags = read_settings(files.run_of(path).settings).get("arguments", {})
-                scalars["equal_rows"] = "warmup_fraction" in flags
-                if engine.is_main:
-                    which = "equal" if scalars["equal_rows"] else "their own"
-                    print(f"{path} is old: rows of Muon's updates have {which} norms", flush=True)
             state.load(files.saved_weights(path), moments, scalars, str(path))
             ranks = [{} for _ in range(scalars["processes"])]
             for name, value in load_file(path / files.RANDOM).items():

@@ -3,41 +3,25 @@
 lm/launch/preflight.py also calls `find_inputs`, in a single process, to check a launch.
 """
 
-import os
-import shlex
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from lm.common.errors import ReportedError, UsageError
+from lm.common.errors import UsageError
 from lm.data.conversation_set import ConversationRows, ConversationSet
-from lm.data.conversations import SUFFIXES
-from lm.data.corpus import find_files
 from lm.data.dataset import NothingFitsError, TokenStream
-from lm.data.prepare import conversations_out
 from lm.data.shards import CONVERSATIONS
-from lm.engine.agreement import (
-    on_every_process,
-    on_main_process,
-    require_the_same,
-)
+from lm.engine.agreement import on_every_process, on_main_process, require_the_same
 from lm.engine.engine import Engine
 from lm.engine.memory import Workload
-from lm.storage.find import PRETRAINING, data_of, name_of
-from lm.storage.folder import read_settings
+from lm.storage.find import PRETRAINING, name_of
 from lm.storage.weights import WeightsFolder
-from lm.training.arguments import SFTArguments, TrainingArguments
-from lm.training.resume import (
-    StartingPoint,
-    find_starting_point,
-    require_text_of_run,
-    resumed_arguments,
-    run_identity,
-)
+from lm.training.arguments import TrainingArguments
+from lm.training.prepared_data import prepared_data
+from lm.training.resume import require_same_run, run_identity, with_global_batch
+from lm.training.starting_point import StartingPoint, find_starting_point
 from lm.training.teacher import TeacherWeights, require_same_tokenizer
 from model import LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES
@@ -50,7 +34,6 @@ OF_A_MACHINE = {
 }
 # Settings that may differ from those of the initial weights: they change no weight's shape.
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
-REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +48,6 @@ class Inputs:
     shapes: Transformer  # the model on the meta device, with its adapters
     identity: dict  # facts that must stay the same at a resume, see `run_identity`
     total_steps: int  # of the whole run
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples of one pass over the text. Older versions counted all segmentations as a pass."""
-        return self.identity.get("samples_per_epoch", len(self.train_set))
 
     @property
     def flops_per_token(self) -> float:
@@ -100,56 +78,28 @@ def find_inputs(
     processes = engine.processes if engine else processes
     choose = partial(choose_sources, args, model_settings, claims=engine is not None)
     start, source, teacher, settings, data = on_main_process(engine, choose)
+    found = {"data": args.data or data} | ({"teacher": str(teacher.source.path)} if teacher else {})
     # Machines may have different paths and threads.
-    filled = replace(args, data=args.data or data, threads=torch.get_num_threads())
-    if teacher:
-        filled = replace(filled, teacher=str(teacher.source.path))
+    filled = replace(args, threads=torch.get_num_threads(), **found)
+    filled = with_global_batch(start, filled, processes)
 
     def open_data() -> tuple:
-        seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
-        read = filled.dataset  # distillation finds it in a file
-        packs = ConversationRows if read is ConversationSet else read
-        train_set = packs(filled.data, "train", seq_len)
-        try:
-            val_set = read(filled.data, "val", seq_len)
-        except NothingFitsError:
-            val_set = None
+        train_set, val_set = open_splits(filled, settings)
         if source:
             require_same_tokenizer(source, train_set)
         if teacher:
             teacher.require_fit(train_set, engine)
-        if filled.token_noise and (teacher or not train_set.n_first):
-            needs = "a text in several segmentations (docs/data.md) and no teacher"
-            raise UsageError(f"--token_noise {filled.token_noise:g} needs {needs}")
-        config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
-        require_fitting_flags(filled, config)
-        shapes = shapes_of(config, filled)
-        if (parts := filled.sampled_softmax) > 1 and (
-            teacher or isinstance(shapes.output, LoRALinear) or parts > config.vocab_size
-        ):
-            without = f"with a teacher, adapters of the output layer or fewer than {parts:,} pieces"
-            raise UsageError(f"--sampled_softmax {parts} has no meaning {without}: leave it out")
-        return train_set, val_set, shapes
+        shapes = shapes_of(LMConfig(**{"vocab_size": train_set.vocab_size} | settings), filled)
+        require_fitting_flags(filled, shapes, train_set)
+        return train_set, val_set, shapes, teacher and teacher.source.sha256()[:16]
 
-    train_set, val_set, shapes = on_every_process(engine, open_data)
-    identity = run_identity(train_set, filled, processes)
-    if train_set.kind == CONVERSATIONS:
-        identity["rows"] = len(train_set)
-        if start.checkpoint and "rows" not in start.state["identity"]:
-            old = f"{start.checkpoint} is of a version that did not pack conversations"
-            raise UsageError(f"{old}: start a new run, or resume it with that version")
-    if teacher:
-        identity["teacher"] = on_every_process(engine, teacher.source.sha256)[:16]
-    is_older = start.checkpoint and "samples_per_epoch" not in start.state["identity"]
-    if train_set.segmentations > 1 and not is_older:  # else a pass reads all segmentations
-        identity["samples_per_epoch"] = train_set.samples_per_epoch
+    train_set, val_set, shapes, sha256 = on_every_process(engine, open_data)
+    identity = run_identity(train_set, filled, processes, sha256)
     if engine:
         flags = {f"--{k}": v for k, v in vars(args).items() if k not in OF_A_MACHINE}
         facts = {"engine": engine.name} | flags | shapes.config.to_dict() | identity
         require_the_same(engine, facts | (engine.deepspeed or {}))
-    if start.checkpoint:
-        filled, identity = resumed_arguments(start, filled, shapes, identity, processes)
-    per_epoch = identity.get("samples_per_epoch", len(train_set))
+    require_same_run(start, shapes, identity)
     return Inputs(
         args=filled,
         start=start,
@@ -160,12 +110,28 @@ def find_inputs(
         config=shapes.config,
         shapes=shapes,
         identity=identity,
-        total_steps=filled.total_steps(per_epoch, processes),
+        total_steps=filled.total_steps(train_set.samples_per_epoch, processes),
     )
 
 
-def require_fitting_flags(args: TrainingArguments, config: LMConfig) -> None:
-    """Raise UsageError if a training flag does not suit the model."""
+def open_splits(
+    args: TrainingArguments, model_settings: dict
+) -> tuple[TokenStream, TokenStream | None]:
+    """Return the training and the validation data; None if no validation sample fits."""
+    seq_len = model_settings.get("max_seq_len", LMConfig.max_seq_len)
+    read = args.dataset  # distillation finds it in a file
+    train_set = (ConversationRows if read is ConversationSet else read)(args.data, "train", seq_len)
+    try:
+        return train_set, read(args.data, "val", seq_len)
+    except NothingFitsError:
+        return train_set, None
+
+
+def require_fitting_flags(
+    args: TrainingArguments, shapes: Transformer, train_set: TokenStream
+) -> None:
+    """Raise UsageError if a training flag does not suit the model or the data."""
+    config, parts = shapes.config, args.sampled_softmax
     if config.tie_embeddings and args.output_lr_factor != 1:
         raise UsageError(
             "--output_lr_factor has no effect on a tied matrix: use --no-tie_embeddings"
@@ -173,8 +139,15 @@ def require_fitting_flags(args: TrainingArguments, config: LMConfig) -> None:
     sizes = (config.dim, config.moe_hidden_dim)
     if config.use_moe and args.dtype != "float32" and any(size % 8 for size in sizes):
         # PyTorch's grouped products of 16-bit numbers need rows of 16, 32, ... bytes.
-        said = f"dim {config.dim} and moe_hidden_dim {config.moe_hidden_dim}"
-        raise UsageError(f"experts in {args.dtype} need sizes that 8 divides, not {said}")
+        needs = "need sizes that 8 divides, not (dim, moe_hidden_dim) ="
+        raise UsageError(f"experts in {args.dtype} {needs} {sizes}")
+    if args.token_noise and (args.teacher or not train_set.n_first):
+        needs = "a text in several segmentations (docs/data.md) and no teacher"
+        raise UsageError(f"--token_noise {args.token_noise:g} needs {needs}")
+    whole = args.teacher or isinstance(shapes.output, LoRALinear)
+    if parts > 1 and (whole or parts > config.vocab_size):
+        without = f"with a teacher, adapters of the output layer or fewer than {parts:,} pieces"
+        raise UsageError(f"--sampled_softmax {parts} has no meaning {without}: leave it out")
 
 
 def choose_sources(args: TrainingArguments, model_settings: dict, claims: bool) -> tuple:
@@ -204,42 +177,6 @@ def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
             raise UsageError(f"--{name} {value}: leave it out, {shape}")
     LMConfig(**theirs | typed)
     return theirs | typed
-
-
-def prepared_data(
-    args: TrainingArguments,
-    start: StartingPoint,
-    source: WeightsFolder | None,
-    teacher: TeacherWeights | None,
-) -> str:
-    """Return the folder of prepared data; prepare conversations or a missing built-in corpus first.
-    Raises UsageError if preparing fails, the teacher's data is missing, two flags conflict, or the
-    conversations are not those of the resumed run."""
-    if isinstance(args, SFTArguments) and args.data is None:
-        tokenizer = source.tokenizer
-        folder = str(conversations_out(args.conversations, tokenizer))
-        own = read_settings(start.folder.settings).get("arguments", {}).get("data")
-        if start.checkpoint and own and Path(own).exists():
-            files, named = find_files(args.conversations, SUFFIXES), "--conversations"
-            require_text_of_run(named, files, Path(folder), own, start.folder.path)
-            return own
-        flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
-    elif getattr(args, "conversations", "builtin") != "builtin" and not start.checkpoint:
-        raise UsageError("--data is prepared data, --conversations is data to prepare: give one")
-    elif args.data is None:
-        return data_of(str(teacher.source.path))
-    elif args.data == TrainingArguments.data and not Path(args.data).exists():
-        folder, flags = args.data, ["--data", "builtin"]
-    else:
-        return args.data
-    flags += ["--out", folder, "--reuse"]  # --reuse accepts data with other settings
-    command = [sys.executable, "-m", "scripts.prepare_data", *flags]
-    search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    environ = os.environ | {"PYTHONPATH": search}
-    if subprocess.run(command, stdout=2, env=environ).returncode:  # stdout is for preflight's flags
-        print(f"try: python -m scripts.prepare_data {shlex.join(flags)}", file=sys.stderr)
-        raise ReportedError(f"{folder}: the data could not be prepared")
-    return folder
 
 
 def shapes_of(config: LMConfig, args: TrainingArguments) -> Transformer:

@@ -230,7 +230,7 @@ class Run:
         --max_bad_steps steps in a row with a non-finite gradient."""
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
-        epoch = step * self.samples_per_step / self.inputs.samples_per_epoch
+        epoch = step * self.samples_per_step / self.inputs.train_set.samples_per_epoch
         self.log.end_step(step, self.learning_rate(step), grad_norm, epoch)
         if profile:
             self.log.profile(step, *profile)

@@ -25,15 +25,10 @@ from lm.training.failures import one_line_failures
 from lm.training.inputs import Inputs, find_inputs
 from lm.training.interruption import LIVES_ON, SIGNALS, StopRequest
 from lm.training.log import require_trackers
-from lm.training.resume import (
-    changes_since_stop,
-    decided_arguments,
-    set_aside,
-    settings_of,
-    write_settings,
-)
+from lm.training.resume import changes_since_stop, decided_arguments
 from lm.training.run import Run
 from lm.training.start_block import start_block, warnings
+from lm.training.starting_point import set_aside, settings_of, write_settings
 from model import ConfigError
 
 
@@ -177,7 +172,7 @@ def start_run(
         if inputs.shapes.lora:  # the run folder needs the frozen weights too
             keep = (start.folder, inputs.config, weights, train_set.tokenizer_path)
             on_main_process(engine, partial(write_base, *keep))
-    changes = changes_since_stop(start, args, inputs.config, engine)
+    changes = changes_since_stop(start, settings_of(args, inputs.config, engine))
     for text in (start_block(run), *changes, *warnings(run)):
         run.log.say(text)
     return run

@@ -31,7 +31,7 @@ def start_block(run: Run) -> str:
     origin = f"{inputs.source.path}, with a new optimizer" if inputs.source else "scratch"
     rows = scored = "sequences"
     read = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
-    if (n := inputs.samples_per_epoch) < len(data):
+    if (n := data.samples_per_epoch) < len(data):
         read = f"{data.n_tokens:,} tokens in {data.segmentations} segmentations, "
         read += f"an epoch is {n:,} sequences of {data.seq_len}"
     if data.kind == CONVERSATIONS:
@@ -43,7 +43,7 @@ def start_block(run: Run) -> str:
         read += f"; {share}, except in the first segmentation"
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,} {scored}"
-    epochs = rate.total_steps * batch / inputs.samples_per_epoch
+    epochs = rate.total_steps * batch / data.samples_per_epoch
     hint = without_engine(engine.strategy, run.work)
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
