@@ -19,6 +19,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
 from lm.common.numbers import memory
 from lm.data.dataset import PackedDataset
+from lm.data.shards import TEXT
 from lm.engine.engine import Engine
 from lm.engine.hardware import GIB
 from lm.engine.memory import MARGIN, OVERHEAD, estimate
@@ -37,6 +38,9 @@ from train_pretrain_accelerate import main
 CONFIG = LMConfig()
 
 
+TEXT_ONLY = SimpleNamespace(kind=TEXT)
+
+
 @pytest.fixture
 def run_of(monkeypatch, tmp_path):
     """Makes a run of two processes under ZeRO-2. Each process can use `available` bytes."""
@@ -50,7 +54,7 @@ def run_of(monkeypatch, tmp_path):
         monkeypatch.setattr(start_block, "cpu_emulates_bf16", lambda: emulates)
         inputs = {
             **{"args": args, "start": StartingPoint(RunFolder(tmp_path)), "source": None},
-            **{"teacher": None, "train_set": None, "val_set": 1, "config": CONFIG},
+            **{"teacher": None, "train_set": TEXT_ONLY, "val_set": 1, "config": CONFIG},
             **{"shapes": shapes_of(CONFIG, args), "identity": {}},
         }
         inputs = Inputs(**inputs | {"total_steps": 1000} | changes)
