@@ -7,7 +7,7 @@ pretraining run) also reads each micro-batch, and the loss also compares the mod
 """
 
 from lm.training.arguments import DistillationArguments
-from lm.training.distillation_loss import distillation_loss
+from lm.training.distillation import distillation_loss
 from lm.training.run import Run
 from lm.training.set_up import run_program
 

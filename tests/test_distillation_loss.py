@@ -6,8 +6,8 @@ from test_compilation import needs_compiler
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.training import distillation_loss as module
-from lm.training.distillation_loss import distillation_loss
+from lm.training import distillation as module
+from lm.training.distillation import distillation_loss
 from model import IGNORE_INDEX
 
 BATCH, SEQ_LEN, VOCAB = 3, 7, 11

@@ -13,7 +13,7 @@ from lm.data.dataset import PackedDataset
 from lm.formats.import_weights import import_weights
 from lm.storage.weights import WeightsFolder
 from lm.training.arguments import DistillationArguments
-from lm.training.teacher import Teacher, TeacherWeights
+from lm.training.distillation import Teacher, TeacherWeights
 from model import ConfigError
 
 SEQ_LEN = 32

@@ -19,10 +19,10 @@ from lm.engine.memory import Workload
 from lm.storage.find import PRETRAINING, name_of
 from lm.storage.weights import WeightsFolder
 from lm.training.arguments import TrainingArguments
+from lm.training.distillation import TeacherWeights, require_same_tokenizer
 from lm.training.prepared_data import prepared_data
 from lm.training.resume import require_same_run, run_identity, with_global_batch
 from lm.training.starting_point import StartingPoint, find_starting_point
-from lm.training.teacher import TeacherWeights, require_same_tokenizer
 from model import LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES
 from model.lora import LoRALinear

@@ -15,8 +15,8 @@ from lm.storage.find import data_of
 from lm.storage.folder import read_settings
 from lm.storage.weights import WeightsFolder
 from lm.training.arguments import SFTArguments, TrainingArguments
+from lm.training.distillation import TeacherWeights
 from lm.training.starting_point import StartingPoint
-from lm.training.teacher import TeacherWeights
 
 REPOSITORY = Path(__file__).parents[2]
 

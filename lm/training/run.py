@@ -20,13 +20,13 @@ from lm.engine.compilation import why_not_compile
 from lm.engine.engine import Engine
 from lm.training.build import build_model
 from lm.training.checkpoint_writer import Checkpointer, load_checkpoint
+from lm.training.distillation import Teacher
 from lm.training.inputs import Inputs
 from lm.training.interruption import StopRequest, end_stopped
 from lm.training.log import TrainingLog
-from lm.training.outputs import say_stopped, write_results, write_sample
 from lm.training.profiler import StepProfiler
+from lm.training.results import say_stopped, write_results, write_sample
 from lm.training.schedule import LearningRate
-from lm.training.teacher import Teacher
 from lm.training.validation import validate, validation_loader, yardsticks
 from model import IGNORE_INDEX
 from model.experts import load_balance

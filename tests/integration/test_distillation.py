@@ -18,7 +18,7 @@ from lm.data.order import MicroBatchSampler
 from lm.formats.portable import load_portable
 from lm.storage.weights import load_trained
 from lm.training.arguments import TrainingArguments
-from lm.training.distillation_loss import distillation_loss
+from lm.training.distillation import distillation_loss
 from lm.training.optimizer import parameter_groups
 from model import IGNORE_INDEX, LMConfig, Transformer
 from model.experts import load_balance

@@ -11,9 +11,9 @@ from lm.data.dataset import PackedDataset
 from lm.data.shards import TEXT
 from lm.data.tokenizer import Tokenizer
 from lm.storage.folder import RunFolder
-from lm.training import outputs
+from lm.training import results
 from lm.training.arguments import TrainingArguments
-from lm.training.outputs import PROMPT_TOKENS, prompt_and_continuations, write_sample
+from lm.training.results import PROMPT_TOKENS, prompt_and_continuations, write_sample
 from model import LMConfig, Transformer
 
 
@@ -92,7 +92,7 @@ def test_the_main_process_samples_in_the_training_precision_and_reports_a_failed
         used.append(decoder.dtype)
         return "", [""]
 
-    monkeypatch.setattr(outputs, "prompt_and_continuations", continuation)
+    monkeypatch.setattr(results, "prompt_and_continuations", continuation)
     for dtype in ("float32", "bfloat16"):
         write(2, dtype=dtype)
     write(2, is_main=False)
