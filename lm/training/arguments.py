@@ -284,14 +284,14 @@ def flags_of(dataclass_type):
 
 
 def build_parser(
-    kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
+    arguments: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
 ) -> argparse.ArgumentParser:
     """Return a parser of a program's training flags (`only` limits these to some names) and of the
     model's flags. Parsing returns only the typed flags and local_rank, without defaults."""
-    prog = f"python {kind.program}"
-    parser = OneLineParser(prog=prog, description=kind.about, allow_abbrev=False)
+    prog = f"python {arguments.program}"
+    parser = OneLineParser(prog=prog, description=arguments.about, allow_abbrev=False)
     groups = {}
-    training_flags = [each for each in flags_of(kind) if not only or each[0].name in only]
+    training_flags = [each for each in flags_of(arguments) if not only or each[0].name in only]
     for item, title in [*training_flags, *flags_of(LMConfig)]:
         group = groups.setdefault(title, parser.add_argument_group(title))
         text = item.metadata["help"]
@@ -324,24 +324,24 @@ def show_default(value) -> str:
 
 
 def parse_arguments(
-    argv: list[str] | None = None, kind: type[TrainingArguments] = TrainingArguments
+    argv: list[str] | None = None, arguments: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
     """Return the training arguments and the model settings of a command that starts a new run."""
-    return as_arguments(vars(build_parser(kind).parse_args(argv)), kind)
+    return as_arguments(vars(build_parser(arguments).parse_args(argv)), arguments)
 
 
 def as_arguments(
-    values: dict, kind: type[TrainingArguments] = TrainingArguments
+    values: dict, arguments: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
     """Split parsed flags into training arguments and model settings. This changes `values`."""
     values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}
     # A typed rate is that of all layers, unless factors are typed too.
-    if "learning_rate" not in values and not values.get("init_from", kind.init_from):
+    if "learning_rate" not in values and not values.get("init_from", arguments.init_from):
         shape = [model_settings.get(x, getattr(LMConfig, x)) for x in ("dim", "tie_embeddings")]
-        values = default_rates(values.get("optimizer", kind.optimizer), *shape) | values
-    return kind(**values), model_settings
+        values = default_rates(values.get("optimizer", arguments.optimizer), *shape) | values
+    return arguments(**values), model_settings
 
 
 def as_words(flags: dict[str, Any]) -> list[str]:

@@ -27,26 +27,27 @@ UNCOMPARED = ("resume", "run_name", "out_dir")  # flags without effect on traini
 
 
 def decided_arguments(
-    typed: dict, kind: type[TrainingArguments] = TrainingArguments
+    typed: dict, arguments: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
     """Return the training arguments and model settings of a run, new or resumed."""
     if typed.get("teacher") == "auto":  # the default, unless a run has its own teacher
         typed = {name: value for name, value in typed.items() if name != "teacher"}
-    return as_arguments(with_launcher_settings(typed, saved=saved_flags(typed, kind)), kind)
+    flags = with_launcher_settings(typed, saved=saved_flags(typed, arguments))
+    return as_arguments(flags, arguments)
 
 
-def saved_flags(typed: dict, kind: type[TrainingArguments]) -> dict:
+def saved_flags(typed: dict, arguments: type[TrainingArguments]) -> dict:
     """Return the flags that a resumed run takes over from its settings.json, unless they are typed:
     those that do not belong to a launch, and are known. Return {} for a new run. Raises UsageError
     as `find_folder` does."""
     if not typed.get("resume"):
         return {}
-    run, checkpoints = find_folder(kind(**{x: typed[x] for x in OF_LAUNCH & typed.keys()}))
+    run, checkpoints = find_folder(arguments(**{x: typed[x] for x in OF_LAUNCH & typed.keys()}))
     settings = read_settings(run.settings)
     if not (checkpoints and settings):
         return {}
     saved = settings.get("model", {}) | settings.get("arguments", {})
-    known = {item.name for of in (kind, LMConfig) for item, _ in flags_of(of)}
+    known = {item.name for of in (arguments, LMConfig) for item, _ in flags_of(of)}
     gone = OF_LAUNCH | {REPLACES[name] for name in REPLACES.keys() & typed.keys()}
     if not Path(saved.get("data") or "").exists():
         gone.add("data")  # it is prepared or named again

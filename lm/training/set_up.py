@@ -33,7 +33,7 @@ from model import ConfigError
 
 
 def run_program(
-    kind: type[TrainingArguments],
+    arguments: type[TrainingArguments],
     train: Callable[[Any], None],
     argv: list[str] | None,
     make: Callable[[TrainingArguments, dict], Any] | None = None,
@@ -41,12 +41,12 @@ def run_program(
     """Set up a run and train it, unless it is finished. If `argv` is None, the flags are those of
     the command line, and the process ends here. With `argv`, as in a notebook, it continues.
     `make` (default: `set_up`) returns the argument of `train`, or None if the run is finished."""
-    process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
+    process = nullcontext() if argv is None else notebook_process([arguments.program, *argv])
     try:
-        with one_line_errors(kind.program, UsageError, ConfigError), process:
+        with one_line_errors(arguments.program, UsageError, ConfigError), process:
             join_tasks()
-            typed = vars(build_parser(kind).parse_args(argv))
-            args, model_settings = decided_arguments(typed, kind)
+            typed = vars(build_parser(arguments).parse_args(argv))
+            args, model_settings = decided_arguments(typed, arguments)
             with one_line_failures(args, model_settings):
                 subject = (make or set_up)(args, model_settings)
                 if subject is not None:
@@ -85,10 +85,10 @@ def notebook_process(command: list[str]) -> Iterator[None]:
         sys.argv = typed
 
 
-def set_up(args: TrainingArguments, model_settings: dict, kind: type[Run] = Run) -> Run | None:
+def set_up(args: TrainingArguments, model_settings: dict, run_class: type[Run] = Run) -> Run | None:
     """Return a run that is ready to train, or None if it is finished. Raises UsageError or
     ConfigError if the run cannot be trained."""
-    run = next(iter(set_up_together([(args, model_settings)], kind=kind)), None)
+    run = next(iter(set_up_together([(args, model_settings)], run_class=run_class)), None)
     if run:
         run.repeat_validation()
     return run
@@ -97,7 +97,7 @@ def set_up(args: TrainingArguments, model_settings: dict, kind: type[Run] = Run)
 def set_up_together(
     models: list[tuple[TrainingArguments, dict]],
     resumed: Callable[[], list] | None = None,
-    kind: type[Run] = Run,
+    run_class: type[Run] = Run,
 ) -> dict[Run, dict]:
     """Set up runs that read the same batches. Return a dict: unfinished run → its random state.
     `resumed`, if given, returns the value of --resume for each run; the main process calls it."""
@@ -116,7 +116,7 @@ def set_up_together(
     for each, engine in zip(inputs, engines, strict=True):
         select_engine(engine)
         name = each.args.run_name if len(models) > 1 else ""
-        if run := start_run(each, engine, stop, name, kind):
+        if run := start_run(each, engine, stop, name, run_class):
             runs[run] = random_state(engine.accelerator.device)
     settings = {run: settings_of(run.args, run.inputs.config, run.engine) for run in runs}
     for run in runs:
@@ -150,7 +150,7 @@ def select_engine(engine: Engine) -> None:
 
 
 def start_run(
-    inputs: Inputs, engine: Engine, stop: StopRequest, name: str, kind: type[Run]
+    inputs: Inputs, engine: Engine, stop: StopRequest, name: str, run_class: type[Run]
 ) -> Run | None:
     """Build the model, load weights and print the start block. Return None if the run is finished.
     Every process must call it. Raises UsageError or ConfigError if the run cannot be trained."""
@@ -164,7 +164,7 @@ def start_run(
         steps = f"{start.step} of {inputs.total_steps} steps"
         engine.accelerator.print(f"{start.folder.path} is finished, {steps}: raise --max_steps")
         return None
-    run = kind(inputs, engine, stop, name)
+    run = run_class(inputs, engine, stop, name)
     if inputs.source and not start.checkpoint:
         model = on_every_process(engine, inputs.source.load)
         weights = {name: p.detach() for name, p in model.named_parameters()}
