@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.common.errors import one_line
+from lm.data.order import spread
 from lm.report.drawing import Chart, Curve, draw, plot
 from lm.report.history import History, number, read_history, series
 
@@ -163,11 +164,8 @@ def _table(rows: dict[str, dict[str, str]]) -> str:
 
 def _samples(name: str, run: History) -> str:
     """Return HTML of evenly spaced samples from training and of the final sample."""
-    shown = []  # (when, prompt, text)
-    if run.samples:
-        spread = np.linspace(0, len(run.samples) - 1, SAMPLES).round().astype(int)
-        rows = [run.samples[i] for i in np.unique(spread)]
-        shown = [(f"step {row['step']:,}", row.get("prompt", ""), row["text"]) for row in rows]
+    rows = [run.samples[i] for i in spread(len(run.samples), SAMPLES)]
+    shown = [(f"step {row['step']:,}", row.get("prompt", ""), row["text"]) for row in rows]
     if run.folder.weights.exists() and run.folder.sample.exists():
         text = run.folder.sample.read_text(encoding="utf-8", errors="replace")
         shown.append(("finished model", "", text))

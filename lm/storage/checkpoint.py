@@ -123,11 +123,8 @@ def val_loss(path: Path) -> float | None:
 
 
 def read_state(path: Path) -> dict:
-    """Read state.json of a checkpoint. Raises WeightsError if it is damaged, or too old."""
-    state = portable.read_json(path / STATE)
-    if "model" not in state:
-        raise portable.WeightsError(f"{path}: a development version of 2026-11-22 wrote it")
-    return state
+    """Read state.json of a checkpoint. Raises WeightsError if it is damaged."""
+    return portable.read_json(path / STATE)
 
 
 def saved_lora(checkpoint: Path) -> LoRA | None:

@@ -156,9 +156,7 @@ class TrainingArguments:
     sample_tokens: int = setting(100, "maximum tokens to generate for a sample", AT_LEAST_0)
 
     def __post_init__(self):
-        for name, value in FROM_WEIGHTS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        vars(self).update({k: v for k, v in FROM_WEIGHTS.items() if getattr(self, k) is None})
         for item in fields(self):
             value, must = getattr(self, item.name), item.metadata["must"]
             if must and value is not None and not must[1](value):
@@ -191,11 +189,10 @@ class TrainingArguments:
         return [name for name in self.log_with.replace(" ", "").split(",") if name != "none"]
 
 
-def changed(name: str, default, text: str | None = None):
-    """Return the field `name` of TrainingArguments with another default and help text."""
+def changed(name: str, default):
+    """Return the field `name` of TrainingArguments with another default."""
     (item,) = (item for item in fields(TrainingArguments) if item.name == name)
-    text = {"help": text} if text else {}
-    return field(default=default, metadata=item.metadata | text)
+    return field(default=default, metadata=item.metadata)
 
 
 @dataclass
@@ -211,7 +208,7 @@ class SFTArguments(TrainingArguments):
     )
     init_from: str = changed("init_from", "auto")
     epochs: int = changed("epochs", 3)
-    learning_rate: float = changed("learning_rate", FINE_TUNING_RATE, "peak learning rate of AdamW")
+    learning_rate: float = setting(FINE_TUNING_RATE, "peak learning rate of AdamW", POSITIVE)
 
     lora_dim: int | None = setting(
         None, "rank of LoRA adapters; adapted matrices are frozen", AT_LEAST_1, group="adapters"
@@ -270,8 +267,8 @@ class DistillationArguments(TrainingArguments):
     @property
     def dataset(self) -> type[TokenStream]:
         """The class that reads --data. Raises UsageError if --data is missing or damaged."""
-        kinds = {PackedDataset.kind: PackedDataset, ConversationSet.kind: ConversationSet}
-        return kinds[read_description(self.data)["kind"]]
+        by_kind = {each.kind: each for each in (PackedDataset, ConversationSet)}
+        return by_kind[read_description(self.data)["kind"]]
 
 
 def flags_of(dataclass_type):
@@ -348,8 +345,6 @@ def as_words(flags: dict[str, Any]) -> list[str]:
     """Return flags as words of a command."""
     words = []
     for name, value in flags.items():
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words.append(f"--{name}={value}")
+        is_switch = isinstance(value, bool)
+        words.append(f"--{'' if value else 'no-'}{name}" if is_switch else f"--{name}={value}")
     return words
