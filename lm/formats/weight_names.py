@@ -38,18 +38,26 @@ IN_LAYER = {
 }
 
 
-def reordered(weight: Tensor, *order: int) -> Tensor:
-    """Reorder rows of wq or wk, (heads · head_dim, dim), or weights of a norm, (head_dim,). Our
-    order is (heads, head_dim/2, 2), theirs (heads, 2, head_dim/2). `order` is that of `weight`; the
-    result has the other one."""
-    return weight.unflatten(0, order).transpose(1, 2).reshape_as(weight)
+def reordered(config: LMConfig, name: str, weight: Tensor, *order: int) -> Tensor:
+    """Return a weight whose rows (the last two numbers of `order`: -1 and 2) are in the other order
+    (2 and -1), if `name`, ours, is that of a wq or wk, (heads · head_dim, dim), or of their norms,
+    (head_dim,), which all heads share. Our order is (heads, head_dim/2, 2), theirs (heads, 2,
+    head_dim/2)."""
+    of_layer = {"wq": config.n_heads, "wk": config.n_kv_heads, "q_norm": 1, "k_norm": 1}
+    heads = of_layer.get(name.split(".")[-2])
+    if not heads or len(weight) != heads * config.head_dim:  # another weight, or a wrong shape
+        return weight
+    return weight.unflatten(0, (heads, *order)).transpose(1, 2).reshape_as(weight)
 
 
-def rotated_heads(name: str, config: LMConfig) -> int | None:
-    """Return the number of heads of a wq or wk; 1 for their norms, whose weights all heads share;
-    None for the names of other weights."""
-    heads = {"wq": config.n_heads, "wk": config.n_kv_heads, "q_norm": 1, "k_norm": 1}
-    return heads.get(name.split(".")[-2])
+def their_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
+    """Return our weight with rows in Hugging Face's order. `name` is our name of the weight."""
+    return reordered(config, name, weight, -1, 2)
+
+
+def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
+    """Return Hugging Face's weight with rows in our order. `name` is our name of the weight."""
+    return reordered(config, name, weight, 2, -1)
 
 
 def to_hugging_face(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -64,12 +72,6 @@ def to_hugging_face(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, T
         else:
             renamed[theirs] = their_rows(config, name, weight)
     return renamed
-
-
-def their_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
-    """Return our weight with rows in Hugging Face's order. `name` is our name of the weight."""
-    heads = rotated_heads(name, config)
-    return reordered(weight, heads, -1, 2) if heads else weight
 
 
 def their_name(name: str) -> str:
@@ -111,13 +113,6 @@ TABLE = re.compile(
 
 
 EXPERT = re.compile(r"\.(shared_)?experts\.(\d+)")  # in names of an expert's matrices
-
-
-def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
-    """Return Hugging Face's weight with rows in our order. `name` is our name of the weight."""
-    heads = rotated_heads(name, config)
-    fits = heads and weight.shape[:1] == (heads * config.head_dim,)
-    return reordered(weight, heads, 2, -1) if fits else weight
 
 
 def our_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> dict[str, Tensor]:
