@@ -1,7 +1,7 @@
 """The contenders of `benchmarks.throughput`, and the processes in which they run.
 
 Allocator settings, compiled code and peak memory belong to a process. Therefore each contender has
-its own processes. They build the model, take steps on request, and use no CPU between requests.
+its own process. It builds the model, takes steps on request, and uses no CPU between requests.
 """
 
 import math
@@ -14,11 +14,9 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
-
-import torch
 
 from benchmarks import REPOSITORY
 from benchmarks.cli import clean_environment
@@ -33,7 +31,6 @@ LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model sta
 # Start of the name that an engine must report: a wrong setting can switch an engine off silently.
 ENGINES = {
     "single": "single process",
-    "ddp": "DDP",
     "zero1": "DeepSpeed ZeRO-1",
     "zero2": "DeepSpeed ZeRO-2",
 }
@@ -53,7 +50,6 @@ class Contender:
     family: str  # "ours" or a key of PEERS
     compiled: bool
     engine: str = "single"  # a key of ENGINES; peers have only "single"
-    processes: int = 1
     variant: str = ""  # a key of VARIANTS, or ALLOCATOR
 
     @property
@@ -79,21 +75,14 @@ class Contender:
         return words
 
 
-def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
+def all_contenders(has_gpu: bool) -> list[Contender]:
     """Return all contenders in the order of the table. The first selected one is the baseline.
-
-    Args:
-        processes: number of processes of DDP and ZeRO.
-        has_gpu: without a GPU, peers also run with our allocator settings.
-    """
+    Without a GPU, peers also run with our allocator settings."""
     found = []
     for compiled in (True, False):
-        found.append(Contender("ours", compiled))
-        engines = ["ddp", "zero1", "zero2"] if processes > 1 else ["zero1", "zero2"]
-        found += [Contender("ours", compiled, engine, processes) for engine in engines]
+        found += [Contender("ours", compiled, engine) for engine in ENGINES]
         for name, (engine, _) in VARIANTS.items():
-            number = 1 if engine == "single" else processes
-            found.append(Contender("ours", compiled, engine, number, name))
+            found.append(Contender("ours", compiled, engine, name))
     for family in PEERS:
         for compiled in (True, False):
             variants = [""] if has_gpu else ["", ALLOCATOR]
@@ -112,27 +101,20 @@ def select(contenders: list[Contender], words: list[str]) -> list[Contender]:
     return [contender for contender in contenders if contender.words & set(words)]
 
 
-def environments(contender: Contender) -> list[dict[str, str]]:
-    """Return the environment variables of each rank's process."""
-    common = clean_environment()
+def environment_of(contender: Contender) -> dict[str, str]:
+    """Return the environment variables of its process; DeepSpeed needs those of a launcher."""
     # A killed process leaves semaphores behind, and Python would warn about them.
-    common["PYTHONWARNINGS"] = "ignore:resource_tracker"
+    common = clean_environment() | {"PYTHONWARNINGS": "ignore:resource_tracker"}
     if contender.engine == "single":
-        return [common]
+        return common
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common |= {
-        "WORLD_SIZE": str(contender.processes),
-        "LOCAL_WORLD_SIZE": str(contender.processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    ranks = map(str, range(contender.processes))
-    return [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
+    common |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    return common | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-class TeamError(Exception):
+class RunnerError(Exception):
     """A contender cannot go on. The message gives the reason."""
 
     def __init__(self, contender: Contender, reason: str):
@@ -140,70 +122,57 @@ class TeamError(Exception):
         self.contender = contender
 
 
-class Team:
-    """The processes of a contender, one per rank. All take the same steps at the same time.
+class Runner:
+    """The process of a contender.
 
-    Each process has its own session, so that Ctrl-C in a terminal reaches only the parent. The
-    parent then ends the processes, and the compilers and helpers that they have started.
+    It has its own session, so that Ctrl-C in a terminal reaches only the parent. The parent then
+    ends the process, and the compilers and helpers that it has started.
 
     Args:
-        folder: temporary folder for logs.
+        log: the file for its output.
     """
 
-    def __init__(self, contender: Contender, work: Work, folder: Path):
+    def __init__(self, contender: Contender, work: Work, log: Path):
         self.started = time.monotonic()
-        self.contender = contender
-        self.log = folder / "rank0.log"
-        self._ranks: dict[Connection, multiprocessing.Process] = {}
+        self.contender, self.log = contender, log
         context = multiprocessing.get_context("spawn")
-        for rank, environment in enumerate(environments(contender)):
-            ours, theirs = context.Pipe()
-            log = folder / f"rank{rank}.log"
-            process = context.Process(
-                target=serve, args=(theirs, contender, work, log), daemon=True
-            )
-            with patch.dict(os.environ, environment, clear=True):
-                process.start()
-            theirs.close()
-            self._ranks[ours] = process
+        self._connection, theirs = context.Pipe()
+        arguments = theirs, contender, work, log
+        self._process = context.Process(target=serve, args=arguments, daemon=True)
+        with patch.dict(os.environ, environment_of(contender), clear=True):
+            self._process.start()
+        theirs.close()
 
-    def ask(self, request: int | Path) -> list[dict]:
-        """Let all ranks take a number of steps, or trace one step into a folder. Return one
-        answer per rank: the dict of `take_steps`, or the seconds of the traced step and its phases.
+    def ask(self, request: int | Path) -> dict:
+        """Let the process take a number of steps, or trace one step into a folder. Return the dict
+        of `take_steps`, or the seconds of the traced step and its phases.
 
-        Raises TeamError if a process failed or ended. The other processes are ended first.
+        Raises RunnerError, after ending the process, if it failed or has ended.
         """
-        answers = {}
-        for connection in self._ranks:
-            with suppress(BrokenPipeError):  # the loop below reports that the process has ended
-                connection.send(request)
-        while unanswered := self._ranks.keys() - answers.keys():
-            for connection in wait(unanswered):
-                try:
-                    answers[connection] = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    self._ranks[connection].join()
-                    code = self._ranks[connection].exitcode
-                    answers[connection] = {"error": f"its process ended with exit code {code}"}
-                if "error" in answers[connection]:
-                    self.close()
-                    raise TeamError(self.contender, answers[connection]["error"])
-        return [answers[connection] for connection in self._ranks]
+        with suppress(BrokenPipeError):  # the process may have left an error before it ended
+            self._connection.send(request)
+        try:
+            answer = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            answer = {"error": f"its process ended with exit code {self._process.exitcode}"}
+        if "error" in answer:
+            self.close()
+            raise RunnerError(self.contender, answer["error"])
+        return answer
 
     def last_lines(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-15:])
 
     def close(self) -> None:
-        """End the processes that still run, and the helpers in their sessions."""
-        for connection, process in self._ranks.items():
-            if process.is_alive():
-                process.kill()
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-            connection.close()
-        self._ranks = {}
+        """End the process if it still runs, and the helpers in its session."""
+        if self._process.is_alive():
+            self._process.kill()
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
+        self._connection.close()
 
 
 def serve(connection: Connection, contender: Contender, work: Work, log: Path) -> None:
@@ -224,7 +193,7 @@ def serve(connection: Connection, contender: Contender, work: Work, log: Path) -
         traceback.print_exc()
         said = str(error).strip().splitlines()
         connection.send({"error": f"{type(error).__name__}: {said[0] if said else ''}"[:200]})
-    os._exit(0)  # skips the shutdown of process groups, which waits for other ranks
+    os._exit(0)  # skips the shutdown of process groups
 
 
 def build(contender: Contender, work: Work):
@@ -250,8 +219,6 @@ def take_steps(task, number: int) -> dict:
 
     A GPU runs asynchronously. There, the time of each step is the mean over all steps.
     """
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        torch.distributed.barrier()  # all clocks start together
     synchronize(task.device)
     clock = [time.perf_counter()]
     for _ in range(number):

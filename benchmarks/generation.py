@@ -3,8 +3,7 @@ greedily with the same untrained weights, and take turns in one process.
 
     python -m benchmarks.generation --sizes 3m 26m
 
-This project is also measured without one optimization: on a CPU the layout of oneDNN
-(`lm.inference.decoder.Packed`), on a GPU CUDA graphs (`lm.inference.decoder.record`).
+On a GPU this project is also measured without CUDA graphs (`lm.inference.decoder.record`).
 """
 
 import argparse
@@ -14,7 +13,6 @@ from dataclasses import replace
 from itertools import product
 from operator import truediv
 from statistics import median
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,14 +22,13 @@ from benchmarks.work import SIZES
 from lm.common.errors import UsageError, one_line_errors
 from lm.formats.config_json import config_json_of
 from lm.formats.weight_names import to_hugging_face
-from lm.inference import decoder
 from lm.inference.decoder import Decoder
 from lm.inference.generation import generate
 from lm.inference.sampling import Sampling
 from model import Transformer
 
 PROGRAM = "benchmarks.generation"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPT_TOKENS, NEW_TOKENS = 16, 128
 
 
@@ -103,10 +100,7 @@ def contenders(
         return ids[:, prompts.shape[1] :].tolist()
 
     found = {"ours": ours(Decoder(model, DTYPES[dtype])), "transformers": theirs}
-    if llama.device.type == "cpu":
-        with patch.object(decoder, "_onednn_is_faster", lambda weight: False):
-            found["ours, plain layout"] = ours(Decoder(model, DTYPES[dtype]))
-    else:
+    if llama.device.type == "cuda":
         found["ours, no graphs"] = ours(launched := Decoder(model, DTYPES[dtype]))
         launched.recorded = False
     return found

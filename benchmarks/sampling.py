@@ -28,22 +28,13 @@ from model import ConfigError
 PROGRAM = "benchmarks.sampling"
 PROMPT = 16  # tokens
 REPEATS = 8
-PLAIN = Sampling(temperature=1.0, top_k=0)
-USUAL = Sampling(temperature=0.8, top_k=50)
+PLAIN = Sampling(temperature=1.0, top_k=50)
+USUAL = replace(PLAIN, temperature=0.8)
 SETTINGS = {
-    "temperature 1": PLAIN,
-    "temperature 0.8": replace(PLAIN, temperature=0.8),
-    "temperature 0.6": replace(PLAIN, temperature=0.6),
-    "temperature 0": replace(PLAIN, temperature=0.0),
-    "temperature 1, top_k 50": replace(PLAIN, top_k=50),
     "temperature 0.8, top_k 50": USUAL,
-    "temperature 1, top_k 20": replace(PLAIN, top_k=20),
-    "temperature 1, min_p 0.05": replace(PLAIN, min_p=0.05),
-    "temperature 1, min_p 0.1": replace(PLAIN, min_p=0.1),
-    "temperature 0.9, min_p 0.05": replace(PLAIN, temperature=0.9, min_p=0.05),
-    "temperature 0.8, min_p 0.05": replace(PLAIN, temperature=0.8, min_p=0.05),
+    "temperature 1, top_k 50": PLAIN,
     "temperature 0.8, top_k 50, penalty 1.1": replace(USUAL, repetition_penalty=1.1),
-    "temperature 0.8, top_k 50, penalty 1.05": replace(USUAL, repetition_penalty=1.05),
+    "temperature 1, min_p 0.05": replace(PLAIN, top_k=0, min_p=0.05),
 }
 
 

@@ -15,18 +15,19 @@ import argparse
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from zipfile import ZipFile
 
 import torch
 
-from benchmarks.cli import heading, new_parser, say, table
-from benchmarks.contenders import Contender, Team, TeamError, all_contenders, select
+from benchmarks.cli import heading, new_parser, say, spread, table
+from benchmarks.contenders import Contender, Runner, RunnerError, all_contenders, select
 from benchmarks.ours import synchronize
-from benchmarks.turns import NOTE, Turn, record, table_rows
 from benchmarks.work import DATA, SIZES, Work
 from lm.common.errors import UsageError, one_line_errors, stop_in_order
+from lm.common.numbers import memory
 from lm.engine.hardware import peak_flops, set_threads
 
 PROGRAM = "benchmarks.throughput"
@@ -37,6 +38,28 @@ PRODUCTS = {
     "cpu": ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400)),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
 }
+NOTE = (
+    "Speeds are medians over turns; in brackets are the lowest and the highest turn. The speed of "
+    "a turn is the median of its steps, on a GPU their mean. For N parameters, model FLOPs are "
+    '6·N + 12·n_layers·n_heads·head_dim·seq_len per token. "Of products" is FLOP/s divided by the '
+    "FLOP/s of matrix products alone. Memory is the peak of the process; on a CPU it includes "
+    "libraries, but the expected memory does not. The first step includes the start."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The measurements of one turn of a contender."""
+
+    contender: str
+    round: int  # contenders with turns in the same round can be compared
+    tokens_per_second: float
+    flops_per_second: float  # model FLOPs
+    peak_flops: float | None  # FLOP/s of the GPU by its data sheet; None: unknown
+    product_flops: float  # measured FLOP/s of matrix products
+    peak_bytes: int  # peak memory of the process so far
+    expected_bytes: int | None  # estimate without libraries; None for other projects
+    first_step_seconds: float  # from the start of the process
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -63,27 +86,24 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
     Raises UsageError for a wrong flag or an unknown contender.
     """
-    n_gpus = torch.cuda.device_count()
+    has_gpu = torch.cuda.is_available()
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
-    sizes = ["26m", "104m", "360m"] if n_gpus else ["26m", "104m"]
+    sizes = ["26m", "104m", "360m"] if has_gpu else ["26m", "104m"]
     add("--sizes", nargs="+", choices=SIZES, default=sizes)
     known = "names or groups: all, ours, peers, muon, ..."
     add("--contenders", nargs="+", default=["all"], help=known)
     add("--rounds", type=int, default=5, help="rounds of each contender with the first")
-    add("--steps", type=int, default=10 if n_gpus else 3, help="steps per turn")
+    add("--steps", type=int, default=10 if has_gpu else 3, help="steps per turn")
     add("--warmup_steps", type=int, default=3, help="untimed steps after the first step")
     add("--batch_size", type=int, help="sequences per micro-batch (default: by --sizes)")
     add("--seq_len", type=int, help="tokens per sequence (default: by --sizes)")
     add("--accumulation_steps", type=int, default=1, help="micro-batches per step")
     add("--dtype", choices=("bfloat16", "float32"), help="default: by --sizes")
-    add("--processes", type=int, default=n_gpus or 1, help="processes of DDP and ZeRO")
     add("--data", default=DATA, help="folder of prepared text")
-    add("--rows", type=Path, help="file to which JSON lines are added during the measurement")
     add("--traces", type=Path, help=".zip to which a trace of each contender of ours is added")
     options = parser.parse_args(argv)
-    everybody = all_contenders(options.processes, n_gpus > 0)
-    options.contenders = select(everybody, options.contenders)
+    options.contenders = select(all_contenders(has_gpu), options.contenders)
     shape = ("batch_size", "seq_len", "accumulation_steps", "dtype")
     given = {name: value for name in shape if (value := getattr(options, name)) is not None}
     options.works = {size: replace(SIZES[size], **given) for size in options.sizes}
@@ -102,11 +122,12 @@ class Session:
     def __init__(self, size: str, work: Work, options: argparse.Namespace, folder: Path):
         self.size, self.work, self.options, self.folder = size, work, options, folder
         self.turns: list[Turn] = []
+        self.profiles: list[dict] = []  # seconds of the phases of one step, of contenders of ours
         self.missing = {contender.name: "took no turn" for contender in options.contenders}
         self.rounds = 0  # number of rounds that have begun
         self.product_flops = matrix_flops(getattr(torch, work.dtype))
-        self._teams: dict[Contender, Team] = {}  # running
-        self._first_steps: dict[Contender, float] = {}  # seconds until a team has taken a step
+        self._running: dict[Contender, Runner] = {}
+        self._first_steps: dict[Contender, float] = {}  # seconds until its first step has ended
 
     def measure(self) -> None:
         """Measure all rounds in the order that the module's docstring describes."""
@@ -119,19 +140,19 @@ class Session:
                 self._profile(contender)
                 for _ in range(self.options.rounds):
                     self._take_turns(*playing)
-            except TeamError as error:
+            except RunnerError as error:
                 self._drop(error)
                 playing.remove(error.contender)
                 if error.contender != contender:  # the baseline
                     return
             for other in playing[1:]:
                 playing.remove(other)
-                self._teams.pop(other).close()
+                self._running.pop(other).close()
 
     def close(self) -> None:
         """End every process."""
-        for team in self._teams.values():
-            team.close()
+        for runner in self._running.values():
+            runner.close()
 
     def section(self) -> str:
         """Return the Markdown section with the table."""
@@ -140,11 +161,13 @@ class Session:
             f"### {self.size}: {work.counts[0] / 1e6:.2f} million parameters",
             f"dim {work.dim}, {work.n_layers} layers, {work.n_heads} heads, {work.n_kv_heads} kv "
             f"heads; {work.batch_size} × {work.seq_len} tokens × {work.accumulation_steps} "
-            f"accumulation per process and step; {work.dtype}. Matrix products alone reach "
-            f"{self.product_flops / 1e12:.3g} TFLOP/s on one device here.",
+            f"accumulation per step; {work.dtype}. Matrix products alone reach "
+            f"{self.product_flops / 1e12:.3g} TFLOP/s here.",
         ]
         if self.turns:
             parts.append(table(table_rows(self.turns)))
+        if self.profiles:
+            parts += ["Seconds of the phases of one step:", table(self.profiles)]
         if self.missing:
             missing = [f"- {name}: {reason}" for name, reason in self.missing.items()]
             parts += ["Not measured to the end:", "\n".join(missing)]
@@ -154,10 +177,10 @@ class Session:
         """Start a contender and let it warm up."""
         self._say(contender, "starts")
         (folder := self.folder / contender.name).mkdir()
-        team = self._teams[contender] = Team(contender, self.work, folder)
-        team.ask(0)  # answered after the first step
-        seconds = self._first_steps[contender] = time.monotonic() - team.started
-        team.ask(self.options.warmup_steps)
+        runner = self._running[contender] = Runner(contender, self.work, folder / "log")
+        runner.ask(0)  # answered after the first step
+        seconds = self._first_steps[contender] = time.monotonic() - runner.started
+        runner.ask(self.options.warmup_steps)
         self._say(contender, f"first step after {seconds:.1f} s")
 
     def _take_turns(self, *contenders: Contender) -> None:
@@ -167,25 +190,20 @@ class Session:
         sheet = peak_flops(torch.cuda.get_device_name(), precision) if on_gpu else None
         self.rounds += 1
         for contender in contenders:
-            answers = self._teams[contender].ask(self.options.steps)
-            # A step ends when its slowest rank has finished.
-            steps = map(max, zip(*(answer["seconds"] for answer in answers), strict=True))
-            speed = work.tokens * contender.processes / statistics.median(steps)
-            devices = contender.processes if on_gpu else 1
+            answer = self._running[contender].ask(self.options.steps)
+            speed = work.tokens / statistics.median(answer["seconds"])
             turn = Turn(
-                **self._labels(contender),
-                processes=contender.processes,
+                contender=contender.name,
                 round=self.rounds,
                 tokens_per_second=speed,
                 flops_per_second=speed * work.counts[1],
-                peak_flops=sheet and sheet * devices,
-                product_flops=self.product_flops * devices,
-                peak_bytes=max(answer["peak_bytes"] for answer in answers),
-                expected_bytes=answers[0]["expected_bytes"],
+                peak_flops=sheet,
+                product_flops=self.product_flops,
+                peak_bytes=answer["peak_bytes"],
+                expected_bytes=answer["expected_bytes"],
                 first_step_seconds=self._first_steps[contender],
             )
             self.turns.append(turn)
-            record(self.options.rows, "turn", asdict(turn))
             self.missing.pop(contender.name, None)
             self._say(contender, f"{speed:,.0f} tokens/s")
 
@@ -193,27 +211,51 @@ class Session:
         """Let a contender of ours trace one step, if traces are wanted."""
         if self.options.traces is None or contender.family != "ours":
             return
-        folder, labels = self.folder / contender.name, self._labels(contender)
-        seconds = self._teams[contender].ask(folder)[0]
+        folder = self.folder / contender.name
+        seconds = self._running[contender].ask(folder)
         rounded = {phase: round(each, 4) for phase, each in seconds.items()}
-        record(self.options.rows, "profile", labels | rounded)
+        self.profiles.append({"contender": contender.name} | rounded)
+        work = f"{self.size}-{self.work.accumulation_steps}-{contender.name}"
         with ZipFile(self.options.traces, "a") as archive:
             for trace in sorted(folder.glob("*.json.gz")):
-                archive.write(trace, "-".join([*map(str, labels.values()), trace.name]))
+                archive.write(trace, f"{work}-{trace.name}")
 
-    def _drop(self, error: TeamError) -> None:
-        team = self._teams.pop(error.contender)
-        team.close()
-        reason = self.missing[error.contender.name] = str(error)
-        record(self.options.rows, "failure", self._labels(error.contender) | {"reason": reason})
-        self._say(error.contender, f"failed: {error}\n{team.last_lines()}")
-
-    def _labels(self, contender: Contender) -> dict:
-        accumulation = {"accumulation_steps": self.work.accumulation_steps}
-        return {"size": self.size} | accumulation | {"contender": contender.name}
+    def _drop(self, error: RunnerError) -> None:
+        runner = self._running.pop(error.contender)
+        self.missing[error.contender.name] = str(error)
+        self._say(error.contender, f"failed: {error}\n{runner.last_lines()}")
 
     def _say(self, contender: Contender, text: str) -> None:
         say(f"{self.size}: {contender.name}: {text}")
+
+
+def table_rows(turns: Iterable[Turn]) -> list[dict]:
+    """Return one row of a table per contender. Ratios are to the first contender, within rounds."""
+    played: dict[str, list[Turn]] = {}
+    for turn in turns:
+        played.setdefault(turn.contender, []).append(turn)
+    baseline = next(iter(played.values()), [])
+    reference = {turn.round: turn.tokens_per_second for turn in baseline}
+    rows = []
+    for own in played.values():
+        last, known = own[-1], own[-1].peak_flops is not None
+        speeds = {turn.round: turn.tokens_per_second for turn in own}
+        ratios = [speeds[n] / reference[n] for n in speeds if n in reference]
+        flops = statistics.median(turn.flops_per_second for turn in own)
+        rows.append(
+            {
+                "contender": last.contender,
+                "tokens/s": spread(list(speeds.values()), ",.0f"),
+                "ratio": "1" if own is baseline else spread(ratios, ".3f") if ratios else "n/a",
+                "TFLOP/s": f"{flops / 1e12:.3g}",
+                "MFU": f"{flops / last.peak_flops:.1%}" if known else "n/a",
+                "of products": f"{flops / last.product_flops:.1%}",
+                "memory": memory(last.peak_bytes),
+                "expected": memory(last.expected_bytes) if last.expected_bytes else "n/a",
+                "first step, s": f"{last.first_step_seconds:.1f}",
+            }
+        )
+    return rows
 
 
 def matrix_flops(dtype: torch.dtype) -> float:

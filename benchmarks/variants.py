@@ -6,8 +6,9 @@
 A variant is a string of training flags, added to those of the recipe. It may begin with words that
 change the recipe: shape=LAYERSxDIM, optimizer=adamw (AdamW alone), or data=SUFFIX for the folder
 DATASUFFIX (the same text with another vocabulary, for example). The first variant is the reference.
-Put a space before a variant of one word that begins with "-": " --qk_norm". Without the space it
-would be a flag of this program.
+A variant with a teacher is distilled: "--teacher RUN --alpha 0.5 --temperature 2". Put a space
+before a variant of one word that begins with "-": " --qk_norm". Without the space it would be a
+flag of this program.
 With --minutes, the speed of 100 steps decides the number of steps of a run, otherwise --steps does.
 Each run computes with one thread; --jobs runs go at a time, those of one seed beside each other.
 Finished runs are reused.
@@ -36,7 +37,7 @@ from lm.common.errors import UsageError, one_line_errors, stop_in_order
 from lm.data.shards import read_description
 from lm.launch import recipe
 from lm.launch.optimizer_flags import loss_flags, optimizer_flags, repetition_flags
-from lm.training.arguments import as_words
+from lm.training.arguments import DistillationArguments, TrainingArguments, as_words
 from model import ConfigError, LMConfig, Transformer
 
 PROGRAM = "benchmarks.variants"
@@ -89,11 +90,17 @@ def result_of(args: Namespace, data: str, seed: int, variant: str) -> Result:
     folder = Path(data + changed.get("data", ""))
     muon = changed.get("optimizer") != "adamw"
     of_recipe = recipe_flags(folder, changed.get("shape", args.shape), muon)
+    stage = TrainingArguments
+    if "--teacher" in flags.split():  # a teacher's probabilities need the logits of all pieces
+        stage, of_recipe = DistillationArguments, f"{of_recipe} --sampled_softmax 1"
+
+    def trained(kind: str, steps: int) -> Result:
+        return train(kind, folder, [of_recipe, f"{flags} --max_steps {steps}"], seed, stage)
+
     steps = args.steps
     if args.minutes:
-        speed = train("speed", folder, [of_recipe, f"{flags} --max_steps {SPEED_STEPS}"], seed)
-        steps = round(60 * args.minutes / speed.step_seconds)
-    return train("variant", folder, [of_recipe, f"{flags} --max_steps {steps}"], seed)
+        steps = round(60 * args.minutes / trained("speed", SPEED_STEPS).step_seconds)
+    return trained("variant", steps)
 
 
 def recipe_flags(data: Path, shape: str, muon: bool) -> str:

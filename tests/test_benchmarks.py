@@ -11,16 +11,15 @@ import zipfile
 import psutil
 import pytest
 import torch
-from conftest import REPOSITORY, run, wait_for
+from conftest import REPOSITORY, VOCAB_SIZE, run, wait_for
+from small_model import opinionated, save_model
 
 from benchmarks import engines, gpu, head_to_head, sampling, throughput
 from benchmarks.ours import OurStep
-from benchmarks.turns import Turn, read_rows, record, table_rows
+from benchmarks.throughput import Turn, table_rows
 from lm.common.errors import UsageError
 
 STEP = "--rounds 1 --steps 2 --warmup_steps 0 --dtype float32"
-LITTLE = "--max_seq_len 32 --batch_size 2 --compile off"
-MODEL = "--dim 32 --n_layers 1 --n_heads 2"
 
 
 @pytest.fixture
@@ -37,30 +36,16 @@ def rows(tmp_path):
 
 
 @pytest.mark.slow
-def test_throughput_prints_and_records_each_contender_and_traces_ours(rows, packed, tmp_path):
+def test_throughput_prints_each_contender_and_traces_ours(rows, packed, tmp_path):
     who = ["ours-eager", "ours-zero2-eager+uncoalesced", "transformers-eager"]
     flags = ["--sizes", "test", "--data", packed, *STEP.split(), "--contenders", *who]
-    flags += ["--rows", "rows.jsonl", "--traces", "traces.zip", "--accumulation_steps", "2"]
-    assert [row[0] for row in rows("throughput", *flags)] == who
-    recorded = read_rows(tmp_path / "rows.jsonl")
-    turns = [row["contender"] for kind, row in recorded if kind == "turn"]
-    # Each takes one turn alone, then one round: the first alone, the others with the first.
-    assert turns == [who[0]] * 2 + [who[1], who[0], who[1]] + [who[2], who[0], who[2]]
-    profiled = [row for kind, row in recorded if kind == "profile"]
-    assert [row["contender"] for row in profiled] == who[:2]
-    for row in profiled:
-        phases = ("data", "forward", "backward", "optimizer")
-        assert sum(row[phase] for phase in phases) == pytest.approx(row["step"], abs=1e-3)
+    found = rows("throughput", *flags, "--traces", "traces.zip", "--accumulation_steps", "2")
+    assert [row[0] for row in found] == [*who, *who[:2]]
+    for _, *seconds in found[3:]:
+        *phases, step = map(float, seconds)
+        assert sum(phases) == pytest.approx(step, abs=1e-3)
     with zipfile.ZipFile(tmp_path / "traces.zip") as archive:
         assert len(archive.namelist()) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.variant
-def test_throughput_prints_the_number_of_processes(rows, packed):
-    who = ["ours-eager", "ours-ddp-eager", "ours-zero2-eager"]
-    flags = ["--sizes", "test", "--data", packed, *STEP.split(), "--contenders", *who]
-    assert [row[1] for row in rows("throughput", *flags, "--processes", "2")] == ["1", "2", "2"]
 
 
 @pytest.mark.slow
@@ -82,15 +67,14 @@ def test_the_engines_have_equal_losses_and_send_the_expected_bytes(rows, packed)
 
 
 @pytest.mark.slow
-def test_variants_of_the_recipe_are_trained_with_each_seed(rows, packed):
-    flags = ["--shape", "1x32", "--steps", "2", "--variants", "--compile off"]
-    flags += ["optimizer=adamw --compile off", "--seeds", "1", "2"]
-    reference, adamw = rows("variants", "--data", packed, *flags)
-    assert [reference[0], adamw[0]] == ["`--compile off`", "`optimizer=adamw --compile off`"]
-    by_seed = [float(value) for value in adamw[3].split(", ")]
-    assert len({*by_seed}) == 2
-    assert float(adamw[4]) == pytest.approx(sum(by_seed) / 2, abs=1e-4)
-    assert float(adamw[5]) == pytest.approx(float(adamw[4]) - float(reference[4]), abs=2e-4)
+def test_variants_of_the_recipe_and_students_are_trained(rows, packed, tmp_path):
+    teacher = save_model(tmp_path / "teacher", opinionated(VOCAB_SIZE, 256), packed)
+    variants = ["--compile off", "optimizer=adamw --compile off"]
+    variants.append(f"--compile off --teacher {teacher}")
+    flags = ["--shape", "1x32", "--steps", "2", "--seeds", "1", "--variants", *variants]
+    found = rows("variants", "--data", packed, *flags)
+    assert [row[0] for row in found] == [f"`{each}`" for each in variants]
+    assert len({row[3] for row in found}) == 3  # bits per byte
 
 
 # Simulates machines without a network. On the first, processes wait without end. On the second, the
@@ -124,20 +108,9 @@ def test_a_loop_is_a_token_or_a_pair_that_stands_eight_times_in_a_row():
     assert sampling.repeated_share([1, 2]) is None
 
 
-@pytest.mark.slow
-@pytest.mark.variant
-def test_the_distillation_benchmark_trains_students_alone_and_distilled(rows, packed):
-    flags = ["--data", packed, "--student", MODEL, "--teacher", MODEL, "--batch", LITTLE]
-    found = rows("distillation", *flags, "--steps", "10", "--teacher_steps", "10", "--seeds", "1")
-    assert [row[0] for row in found][1:3] == ["alone", "distilled"]
-
-
 def turn(contender: str, number: int, speed: float) -> Turn:
     return Turn(
-        size="26m",
-        accumulation_steps=1,
         contender=contender,
-        processes=1,
         round=number,
         tokens_per_second=speed,
         flops_per_second=speed * 1e9,
@@ -173,13 +146,6 @@ def test_a_gradient_that_was_not_finite_is_found_after_the_turn():
         step.loss()
 
 
-@pytest.mark.parametrize(
-    ("wanted", "elapsed", "given"), [(60, 10, 60), (60, 500, 25), (60, 522, 0)]
-)
-def test_a_part_gets_at_most_the_time_left_and_none_if_that_is_too_short(wanted, elapsed, given):
-    assert gpu.time_limit(wanted, elapsed) == given
-
-
 @pytest.mark.parametrize("tiny", [False, True])
 def test_the_gpu_script_measures_contenders_that_exist(tmp_path, tiny):
     commands = [part.command for part in gpu.all_parts(tmp_path, tiny)]
@@ -193,15 +159,6 @@ def test_the_gpu_script_runs_all_gpu_tests():
     assert {str(path.relative_to(REPOSITORY)) for path in files} == set(gpu.TESTS.split()[-2:])
 
 
-def test_the_report_quotes_the_result_of_tests_and_of_the_first_command():
-    tests = "[gw0] [ 50%] PASSED tests/a.py::test_a \n[gw1] [100%] FAILED tests/a.py::test_b[1] \n"
-    assert gpu.summary(tests, "failed, exit code 1") == "1 passed; 1 failed; tests/a.py::test_b[1]"
-    steps = "  recipe: 2 min\nstep 1/2  loss 3  5 tokens/s\nstep 2/2  loss 2  9 tokens/s\n'a|b'\n"
-    quoted = "recipe: 2 min; step 2/2  loss 2  9 tokens/s"
-    assert gpu.summary(steps, gpu.PASSED) == quoted
-    assert gpu.summary(steps, gpu.LATE) == rf"{quoted}; 'a\|b'"
-
-
 # A program that runs parts. The last part starts a process in a session of its own, and hangs.
 HANGING = """
 import sys, time
@@ -210,13 +167,12 @@ from benchmarks.gpu import Part, run_parts
 from lm.common.errors import stop_in_order
 stop_in_order()
 out, seconds = Path(sys.argv[1]), float(sys.argv[2])
-before = f"import pathlib; assert 'passed' {{}} pathlib.Path({str(out / 'gpu.md')!r}).read_text()"
-hang = f"import os, time; os.fork() or os.setsid(); time.sleep(600)  # {out}"
+hang = f"import os, time; print('begun'); os.fork() or os.setsid(); time.sleep(600)  # {out}"
 parts = [
-    Part("start", 99, [sys.executable, "-c", before.format("not in")]),
-    Part("second", 99, [sys.executable, "-c", before.format("in")]),
+    Part("start", 99, [sys.executable, "-c", "print('a row of a table')"]),
     Part("broken", 99, [sys.executable, "-c", "raise SystemExit('no such thing')"]),
     Part("hangs", seconds, [sys.executable, "-c", hang]),
+    Part("too late", 1, ["true"]),
 ]
 assert not run_parts(parts, out, time.monotonic())
 """
@@ -226,24 +182,20 @@ def read(path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def last_rows(folder) -> dict[str, tuple[str, str]]:
-    """Return the last result and note of each part."""
-    found = [row for kind, row in read_rows(folder / gpu.ROWS) if kind == "part"]
-    return {row["part"]: (row["result"], row["note"]) for row in found}
+def report(folder) -> dict[str, list[str]]:
+    """Return the result of each part, without its seconds, and the lines that it has printed."""
+    sections = read(folder / gpu.REPORT).split("## ")[1:]
+    parts = [section.strip().splitlines() for section in sections]
+    return {title.rpartition(",")[0]: list(filter(None, lines)) for title, *lines in parts}
 
 
-EARLIER = {
-    "start": ("passed", ""),
-    "second": ("passed", ""),
-    "broken": ("failed, exit code 1", "no such thing"),
-}
+EARLIER = {"start: passed": ["a row of a table"], "broken: failed, exit code 1": ["no such thing"]}
 
 
 @pytest.mark.slow
 def test_a_part_that_hangs_is_killed_with_all_its_processes(tmp_path):
     run([sys.executable, "-c", HANGING, str(tmp_path), "6"]).worked()
-    assert last_rows(tmp_path) == EARLIER | {"hangs": ("out of time", "")}
-    assert "| hangs | out of time |" in (tmp_path / gpu.REPORT).read_text()
+    assert report(tmp_path) == EARLIER | {"hangs: out of time": ["begun"], "too late: left out": []}
     assert str(tmp_path) not in running_commands()
 
 
@@ -253,36 +205,14 @@ def running_commands() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_report_of_an_interrupted_program_has_all_results_so_far(tmp_path, number):
+def test_the_report_of_an_interrupted_program_has_all_results_so_far(tmp_path):
     command = [sys.executable, "-c", HANGING, str(tmp_path), "600"]
     process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": "."})
-    wait_for(lambda: "| hangs | running |" in read(tmp_path / gpu.REPORT), process)
-    process.send_signal(number)
+    wait_for(lambda: "\nbegun" in read(tmp_path / gpu.LOG), process)
+    process.send_signal(signal.SIGTERM)
     assert process.wait() != 0
-    assert (rows := last_rows(tmp_path)) == EARLIER | {"hangs": ("stopped", "")}
-    assert all(f"| {part} | {rows[part][0]} |" in read(tmp_path / gpu.REPORT) for part in rows)
+    assert report(tmp_path) == EARLIER | {"hangs: stopped": ["begun"]}
     assert str(tmp_path) not in running_commands()
-
-
-def test_an_incomplete_last_row_is_left_out(tmp_path):
-    record(path := tmp_path / "rows", "note", {"text": "first"})
-    with open(path, "a") as file:
-        file.write('{"kind": "note", "te')
-    assert read_rows(path) == [("note", {"text": "first"})]
-
-
-def test_the_report_compares_only_turns_of_the_same_part(tmp_path):
-    rows = [("note", {"text": "an H100"})]
-    for part, speed in (("104m × 1", 100.0), ("transformers", 50.0)):
-        rows.append(("part", {"part": part, "result": "running", "seconds": 0, "note": ""}))
-        rows += [("turn", vars(turn(who, 1, speed * n))) for n, who in ((1, "ours"), (2, "other"))]
-    table = [line for line in gpu.report(rows).splitlines() if line.startswith("| 26m")]
-    cells = [line.strip("| ").split(" | ") for line in table]
-    assert [(row[2], row[5]) for row in cells] == [
-        ("ours", "1"),
-        ("other", "2.000 (2.000 to 2.000)"),
-    ] * 2
 
 
 def test_every_eleventh_document_is_held_out(tmp_path):

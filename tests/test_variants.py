@@ -25,7 +25,7 @@ def started(monkeypatch):
     10 more with --qk_norm."""
     started = []
 
-    def train(kind, data, flags, seed):
+    def train(kind, data, flags, seed, stage):
         started.append(flags[-1])
         return trained.Result(Path(), seed + 10 * ("--qk_norm" in flags[-1]), 600, 0.1)
 
@@ -69,6 +69,7 @@ def test_a_finished_run_is_reused_unless_defaults_or_threads_have_changed(
 
     def finish(words, **how):
         names.append(words[words.index("--run_name") + 1])
+        assert words[words.index("--seed") + 1] == "1"
         (run := trained.OUT / names[-1]).mkdir(parents=True)
         (run / "weights").mkdir()
         row = {"step": 2, "step_seconds": 1.0, "val_bits_per_byte": 2.0}

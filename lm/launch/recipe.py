@@ -1,7 +1,7 @@
 """Compute the model, the batch and the steps of run_accelerate.sh for a text, machine and time.
 
 `choose` measures nothing: it gets a function that returns the `Speed` of a model.
-docs/recipe.md has the measurements behind the numbers; benchmarks.recipe compares shapes.
+docs/recipe.md has the measurements behind the numbers; benchmarks.variants compares shapes.
 """
 
 import math
