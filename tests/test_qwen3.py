@@ -5,7 +5,6 @@ import io
 import json
 from pathlib import Path
 
-import minimind_3
 import pytest
 import torch
 from conftest import VOCAB_SIZE, error_of
@@ -35,7 +34,7 @@ KINDS = {"qwen3": {}, "qwen3_moe": EXPERTS | {"norm_topk_prob": True}}
 def write_qwen3(folder: Path, kind: str = "qwen3", **changes) -> Path:
     """Write a Qwen3 of random weights with transformers alone. Its norms are not all one."""
     torch.manual_seed(1)
-    config = AutoConfig.for_model(kind, **SHAPE, **KINDS[kind], **changes)
+    config = AutoConfig.for_model(kind, **SHAPE | KINDS[kind] | changes)
     model = AutoModelForCausalLM.from_config(config)
     for p in model.parameters():
         p.data.normal_(0, 0.1) if p.dim() > 1 else p.data.uniform_(0.5, 1.5)
@@ -69,25 +68,45 @@ def test_a_qwen3_of_transformers_has_equal_logits_here_and_when_exported_again(
     torch.testing.assert_close(logits_of(tmp_path / "back"), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("use_moe", [False, True], ids=["dense", "experts"])
+def write_minimind_3(folder: Path, kind: str) -> dict:
+    """Write a MiniMind-3, which is a tied Qwen3, with MiniMind's config.json; return its weights.
+    MiniMind writes the settings of experts for dense models too."""
+    one = {"num_experts": 4, "num_experts_per_tok": 1} if kind == "qwen3_moe" else {}
+    write_qwen3(folder, kind, tie_word_embeddings=True, **one)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    written = json.loads((folder / "config.json").read_text())
+    same = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "head_dim")
+    same += ("num_key_value_heads", "intermediate_size", "rms_norm_eps", "max_position_embeddings")
+    config = {name: written[name] for name in same} | {
+        **{"model_type": "minimind", "use_moe": bool(one), "hidden_act": "silu"},
+        **{"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 24},
+        **{"rope_theta": 1e6, "rope_scaling": None, "inference_rope_scaling": False},
+        **{"norm_topk_prob": True, "router_aux_loss_coef": 5e-4, "tie_word_embeddings": True},
+    }
+    (folder / "minimind.json").write_text(json.dumps(config))
+    return weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["state dict", "folder"])
-def test_minimind_3_has_equal_logits_here(tmp_path, refusal, capsys, form, use_moe):
-    weights, source, flags = minimind_3.random_weights(use_moe), tmp_path / "minimind.pth", []
+def test_minimind_3_has_equal_logits_here(tmp_path, refusal, capsys, form, kind):
+    weights, source, flags = write_minimind_3(tmp_path / "theirs", kind), tmp_path / "m.pth", []
     torch.save(weights, source)
     if form == "folder":
         (tmp_path / "folder").mkdir()
         source = source.rename(tmp_path / "folder" / "pytorch_model.bin").parent
-        (source / "config.json").write_text(json.dumps(minimind_3.config(use_moe)))
-    elif use_moe:
+        (tmp_path / "theirs" / "minimind.json").rename(source / "config.json")
+    elif kind == "qwen3_moe":
         line = refusal(import_weights, source, tmp_path / "out")
         assert "pass --num_experts_per_tok (minimind-3-moe has 1)" in line
         flags = ["--num_experts_per_tok", "1"]
     import_weights.main([str(source), str(tmp_path / "out"), *flags])
-    assert_close_logits(tmp_path / "out", minimind_3.logits(weights, some_tokens()))
+    assert_close_logits(tmp_path / "out", logits_of(tmp_path / "theirs"))
     said = capsys.readouterr().out.splitlines()[-1]
     if form == "state dict":
         assert "n_heads 8, norm_eps 1e-06 (assumed), rope_theta 1e+06 (assumed)" in said
-        assert ("norm_topk_prob 1 (assumed)" in said) == use_moe
+        assert ("norm_topk_prob 1 (assumed)" in said) == (kind == "qwen3_moe")
 
 
 # Parts of real templates: loops with break and continue, JSON, a block for thinking, refusals.
