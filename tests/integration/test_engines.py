@@ -75,15 +75,11 @@ def test_the_six_engines_write_the_same_samples(relay, whole):
     assert samples == whole.samples()
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero2", "configs/zero3.yaml"])
-def test_a_process_without_validation_sequences_does_not_stop_the_others(engine, packed, tmp_path):
-    losses = []
-    for samples in (1, 2, 3):  # so 2, 1 or 0 of the three processes have no sequence
-        flags = f"{FLAGS} --batch_size 1 --max_steps 1 --eval_samples {samples} --seed 1"
-        (row,) = train(engine, 3, packed, tmp_path / f"{samples}", flags).rows("val_loss")
-        assert row["val_samples"] == samples
-        losses.append(row["val_loss"])
-    assert losses[0] != losses[1] != losses[2]
+def test_processes_without_validation_sequences_do_not_stop_the_others(packed, tmp_path):
+    """One of three processes has a sequence. Under ZeRO-3 no process can compute alone."""
+    flags = f"{FLAGS} --batch_size 1 --max_steps 1 --eval_samples 1"
+    run = train("configs/zero3.yaml", 3, packed, tmp_path / "run", flags)
+    assert [row["val_samples"] for row in run.rows("val_loss")] == [1]
 
 
 @pytest.mark.variant

@@ -30,7 +30,6 @@ SPLITS = {
     "plain 1 x 12 x 2 accumulation": ("plain", 1, 12, 2),
     "DDP 3 x 1 x 8 accumulation": ("ddp", 3, 1, 8),
     "ZeRO-1 2 x 12": ("zero1", 2, 12, 1),
-    "ZeRO-2 1 x 24": ("zero2", 1, 24, 1),
     "ZeRO-2 2 x 12": ("zero2", 2, 12, 1),
     "ZeRO-2 3 x 1 x 8 accumulation": ("zero2", 3, 1, 8),
     "ZeRO-3 2 x 12": ("configs/zero3.yaml", 2, 12, 1),
@@ -199,8 +198,7 @@ def assert_same_end(run: Trained, reference: Reference) -> None:
 @pytest.mark.parametrize(
     ("how", "name"),
     [
-        *(("clipped", name) for name in (PLAIN, ACCUMULATED, DDP, "ZeRO-2 1 x 24", ZERO_2)),
-        *(("clipped", name) for name in (ZERO_1, "ZeRO-3 2 x 12")),
+        *(("clipped", name) for name in (PLAIN, ZERO_2, "ZeRO-3 2 x 12")),
         *(("sampled", name) for name in ("plain 1 x 12 x 2 accumulation", "ZeRO-2 2 x 12")),
         ("sampled", "ZeRO-3 2 x 12"),
         *(("muon", PLAIN), ("muon", ZERO_2)),
@@ -257,24 +255,20 @@ def test_clipping_muon_sampling_and_masking_have_an_effect(by_hand, packed):
     assert len(counts) > 5
 
 
-@pytest.mark.parametrize(
-    ("how", "before", "after"),
-    [("clipped", ZERO_2, PLAIN), ("clipped", PLAIN, ZERO_2), ("muon", PLAIN, "round robin")],
-)
-def test_a_run_resumes_with_another_engine_and_number_of_processes(
-    how, before, after, runs, by_hand, packed, tmp_path
-):
-    path = runs(how, before).stopped_after(6, tmp_path / "stopped")
-    resumed = start(how, after, packed, path, f" --resume {path}")
-    assert resumed.column("loss") == pytest.approx(by_hand[how].losses, abs=TOLERANCE)
-    assert_same_end(resumed, by_hand[how])
+def test_momenta_of_muon_are_divided_anew_under_another_engine(runs, by_hand, packed, tmp_path):
+    """AdamW's moments: test_engines.py."""
+    path = runs("muon", PLAIN).stopped_after(6, tmp_path / "stopped")
+    resumed = start("muon", "round robin", packed, path, f" --resume {path}")
+    assert resumed.column("loss") == pytest.approx(by_hand["muon"].losses, abs=TOLERANCE)
+    assert_same_end(resumed, by_hand["muon"])
 
 
 @pytest.mark.parametrize(
     ("how", "name", "what"),
     [
-        *(("clipped", PLAIN, "selective"), ("clipped", "ZeRO-3 2 x 12", "blocks")),
-        *(("muon", ZERO_2, "blocks"), ("experts", ZERO_2, "blocks")),
+        ("clipped", PLAIN, "selective"),
+        ("clipped", "ZeRO-3 2 x 12", "blocks"),
+        ("experts", ZERO_2, "blocks"),
     ],
 )
 def test_a_resume_with_recomputation_is_equal_to_the_bit(how, name, what, runs, packed, tmp_path):
@@ -282,6 +276,5 @@ def test_a_resume_with_recomputation_is_equal_to_the_bit(how, name, what, runs, 
     path = whole.stopped_after(6, tmp_path / "stopped")
     more = f" --gradient_checkpointing {what} --resume {path}"
     resumed = start(how, name, packed, path, more)
-    assert ("optimizer: Muon on 14 matrices at learning rate" in resumed.out) == (how == "muon")
     assert resumed.column("loss") == whole.column("loss")
     assert resumed.ends_as(whole)

@@ -134,11 +134,7 @@ def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("engine", "processes", "name"),
-    [
-        *(("plain", 1, "SIGINT"), ("plain", 1, "SIGHUP")),
-        *(("zero2", 2, "SIGTERM"), ("zero2", 2, "SIGUSR1")),
-    ],
+    ("engine", "processes", "name"), [("plain", 1, "SIGINT"), ("zero2", 2, "SIGUSR1")]
 )
 def test_a_signal_to_one_rank_saves_on_all_and_prints_the_command_that_resumes(
     packed, tmp_path, engine, processes, name
@@ -179,10 +175,7 @@ main()
 
 @pytest.mark.parametrize(
     ("engine", "processes", "names"),
-    [
-        *(("plain", 1, [""]), ("ddp", 2, [""]), ("zero2", 2, [""])),
-        *(("configs/zero3.yaml", 2, [""]), ("ddp", 2, ["a", "b"])),
-    ],
+    [("plain", 1, [""]), ("configs/zero3.yaml", 2, [""]), ("ddp", 2, ["a", "b"])],
 )
 def test_a_signal_ends_a_validation_and_the_resumed_run_repeats_it(
     packed, tmp_path, engine, processes, names
@@ -347,20 +340,6 @@ def test_fp16_loss_scaling_skips_a_step_with_one_bad_gradient_of_one_process():
         "scale": [16, 8, 8, 8],
     }
     assert json.loads(line.removeprefix("results: ")) == [dict.fromkeys("123", expected)] * 2
-
-
-def test_a_failed_save_does_not_stop_training_and_the_next_save_works(packed, tmp_path):
-    """A file named "checkpoints" instead of a folder makes saves fail until it is deleted."""
-    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 40 --save_interval 10")
-    obstacle = tmp_path / "run" / "checkpoints"
-    obstacle.parent.mkdir()
-    obstacle.write_text("in the way")
-    script = injected(tmp_path, f"if calls == 25: os.unlink({str(obstacle)!r})")
-    ended = trainer.finish("run", script=script)
-    assert ended.code == 0
-    assert "CHECKPOINT NOT SAVED" in ended.out
-    assert "saved" in ended.out.rpartition("CHECKPOINT NOT SAVED")[2]
-    assert sorted(path.name[-2:] for path in obstacle.glob("step-*")) == ["30", "40"]
 
 
 def test_data_that_is_moved_away_does_not_change_a_run(packed, tmp_path):

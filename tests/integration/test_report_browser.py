@@ -11,8 +11,7 @@ pytestmark = pytest.mark.slow
 LONG_NAME = "a-name-without-spaces-" + "x" * 80
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize(("width", "dark"), [(375, True), (1280, False)])
 def test_a_report_of_two_runs_fits_the_width_of_the_window(browser, tmp_path, width, dark):
     for name in (LONG_NAME, "唐詩"):
         (tmp_path / name).mkdir()

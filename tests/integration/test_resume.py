@@ -112,15 +112,3 @@ def test_a_resumed_run_needs_no_flag_of_its_first_launch(packed, tmp_path, monke
         f"{changed}--threads 1 → 2",
         f"{changed}--weight_decay 0.3 → 0.0",
     ]
-
-
-def test_a_damaged_newest_checkpoint_is_reported_and_changes_no_result(whole, packed, tmp_path):
-    before = whole("plain")
-    path = before.stopped_after(FIRST, tmp_path / "stopped")
-    shutil.copytree(before.checkpoint(SECOND), path / "checkpoints" / f"step-{SECOND:08d}")
-    weights = path / "checkpoints" / f"step-{SECOND:08d}" / "weights.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    resumed = start("plain", packed, path, " --resume auto")
-    assert f"DAMAGED CHECKPOINT {weights.parent}: " in resumed.out
-    assert f"starts from: step-{FIRST:08d}" in resumed.out
-    assert resumed.ends_as(before)
