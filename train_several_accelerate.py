@@ -157,11 +157,7 @@ class Runs:
                     print(f"  {how_to_resume('auto')}", flush=True)
             end_stopped([run.engine for run in self.all], all(each_saved))
             return
-        unsaved = []
-        for run in self.in_turn():
-            run.log.say(f"\n{run.folder.path}:")
-            if not run.write_results():
-                unsaved.append(str(run.folder.path))
+        unsaved = [str(run.folder.path) for run in self.in_turn() if not run.write_results()]
         if self.first.engine.is_main:
             page = Path(self.first.args.out_dir) / "several.html"
             page = try_to(write_report, self.folders, page)

@@ -104,8 +104,6 @@ class Teacher:
             model = on_every_process(engine, found.source.load)
             model.to(engine.accelerator.device, getattr(torch, dtype))
         self.model = model.requires_grad_(False).eval()
-        shares = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # ZeRO-3: a part of p
-        self.held = sum(p.numel() * p.element_size() for p in shares)  # bytes on this process
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:

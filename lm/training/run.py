@@ -235,14 +235,11 @@ class Run:
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
-        # If the norm is on a GPU, reading the counter waits for the GPU, so it is read more rarely.
-        waits = getattr(grad_norm, "is_cuda", False)
-        if self._is_time(step, most if waits else 1):
-            bad = int(self.log.meter.worst_in_row)
-            if bad >= most:
-                self.checkpointer.wait()
-                steps = f"{bad} steps in a row"
-                raise UsageError(f"{steps} had a non-finite gradient: lower --learning_rate")
+        # Reading the counter waits for a GPU, so it is read only now and then.
+        if self._is_time(step, most) and (bad := int(self.log.meter.worst_in_row)) >= most:
+            self.checkpointer.wait()
+            steps = f"{bad} steps in a row"
+            raise UsageError(f"{steps} had a non-finite gradient: lower --learning_rate")
         return self.evaluate(step)
 
     def evaluate(self, step: int) -> float | None:

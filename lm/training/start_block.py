@@ -65,10 +65,7 @@ def start_block(run: Run) -> str:
     teacher = None
     if found := inputs.teacher:
         divided = strategy_of(found.zero).name if found.zero else "whole on each process"
-        teacher = (
-            f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}, "
-            f"{run.teacher.held / 1e6:,.1f} MB of weights per process"
-        )
+        teacher = f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}"
     expected = estimate(engine.strategy, run.work)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", engine.processes))  # processes on this machine
     in_ram = f"in RAM ({memory(local * expected.ram)} on this machine)"
