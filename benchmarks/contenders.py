@@ -228,8 +228,8 @@ def take_steps(task, number: int) -> dict:
     seconds = [after - before for before, after in pairwise(clock)]
     if task.device.type == "cuda" and number:
         seconds = [(time.perf_counter() - clock[0]) / number] * number
-    if number:
-        task.loss()  # our step checks its gradients here
+    if not math.isfinite(task.loss()):  # steps may have been skipped
+        raise FloatingPointError("the loss is not finite")
     return {
         "seconds": seconds,
         "peak_bytes": peak_memory_bytes(task.device),

@@ -63,16 +63,13 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError, ConfigError):
         options, work = parse_options(argv)
         adopt_orphans()
-        rows, failures = [], []
-        for name in options.engines:  # a failed engine must not lose the results of others
-            try:
+        rows = []
+        try:
+            for name in options.engines:
                 rows.append(measure(name, work, options))
-            except UsageError as error:
-                failures.append(str(error))
-        if rows:
-            print(f"{heading(PROGRAM, argv)}\n\n{describe(rows, options.steps)}")
-        if failures:
-            raise UsageError("; ".join(failures))
+        finally:  # after an error or Ctrl-C, print the engines so far
+            if rows:
+                print(f"{heading(PROGRAM, argv)}\n\n{describe(rows, options.steps)}")
 
 
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:

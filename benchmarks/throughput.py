@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError):
         options = parse_options(argv)
         print(f"{heading(PROGRAM, argv)}\n\n{NOTE}\n", flush=True)
-        missing = []
+        failed = []
         for size, work in options.works.items():
             with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
                 session = Session(size, work.on(options.data), options, Path(folder))
@@ -76,9 +76,9 @@ def main(argv: list[str] | None = None) -> None:
                 finally:  # after an error or Ctrl-C, print the rounds so far
                     session.close()
                     print(session.section(), flush=True)
-                missing += [f"{size}: {name}: {why}" for name, why in session.missing.items()]
-        if missing:
-            raise UsageError(f"not measured to the end: {'; '.join(missing)}")
+                failed += [f"{size}: {name}: {why}" for name, why in session.failed.items()]
+        if failed:
+            raise UsageError(f"not measured to the end: {'; '.join(failed)}")
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
@@ -123,7 +123,7 @@ class Session:
         self.size, self.work, self.options, self.folder = size, work, options, folder
         self.turns: list[Turn] = []
         self.profiles: list[dict] = []  # seconds of the phases of one step, of contenders of ours
-        self.missing = {contender.name: "took no turn" for contender in options.contenders}
+        self.failed: dict[str, str] = {}  # name → reason
         self.rounds = 0  # number of rounds that have begun
         self.product_flops = matrix_flops(getattr(torch, work.dtype))
         self._running: dict[Contender, Runner] = {}
@@ -168,9 +168,6 @@ class Session:
             parts.append(table(table_rows(self.turns)))
         if self.profiles:
             parts += ["Seconds of the phases of one step:", table(self.profiles)]
-        if self.missing:
-            missing = [f"- {name}: {reason}" for name, reason in self.missing.items()]
-            parts += ["Not measured to the end:", "\n".join(missing)]
         return "\n\n".join(parts) + "\n"
 
     def _start(self, contender: Contender) -> None:
@@ -204,7 +201,6 @@ class Session:
                 first_step_seconds=self._first_steps[contender],
             )
             self.turns.append(turn)
-            self.missing.pop(contender.name, None)
             self._say(contender, f"{speed:,.0f} tokens/s")
 
     def _profile(self, contender: Contender) -> None:
@@ -222,7 +218,7 @@ class Session:
 
     def _drop(self, error: RunnerError) -> None:
         runner = self._running.pop(error.contender)
-        self.missing[error.contender.name] = str(error)
+        self.failed[error.contender.name] = str(error)
         self._say(error.contender, f"failed: {error}\n{runner.last_lines()}")
 
     def _say(self, contender: Contender, text: str) -> None:
