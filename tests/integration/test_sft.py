@@ -16,7 +16,7 @@ from lm.data.order import MicroBatchSampler
 from lm.storage.weights import load_trained
 from lm.training.arguments import SFTArguments
 from model import Transformer
-from model.lora import LoRA, is_adapter, merged_weights
+from model.lora import LoRA, merged_weights
 
 pytestmark = pytest.mark.slow
 
@@ -182,12 +182,8 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
         assert torch.equal(kept[name], begun[name])
         assert torch.equal(left[name], merged[name])
         assert torch.equal(left[name], under_way[name])
-    names = set(run.tensors())
-    factors = [name for name in names if is_adapter(name)]
-    assert len(factors) == 2 * 7 * 2  # 2 factors for each of 7 matrices in 2 blocks
-    assert ("tok_embeddings.weight" in names) != only_lora
     changed = {name for name in begun if not torch.equal(left[name], begun[name])}
-    assert changed == {f"{name.rpartition('.')[0]}.weight" for name in names}
+    assert changed == {f"{name.rpartition('.')[0]}.weight" for name in run.tensors()}
     trained = sum(tensor.numel() for tensor in run.tensors().values())
     said = f"LoRA of dim 4 and alpha {alpha:g} in 'layers'; {trained:,} parameters"
     assert said in run.out
