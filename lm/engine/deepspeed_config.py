@@ -137,7 +137,7 @@ def resolve(config: dict, args, world_size: int, source: str) -> dict:
     The copy has no "scheduler": the flags hold it. `source` names the configuration in messages.
     Raises UsageError with a list of all contradictions, keys without effect and other problems."""
     config = json.loads(json.dumps(config))  # a copy
-    config.pop("scheduler", None)  # see launcher_settings.py
+    config.pop("scheduler", None)  # see accelerate_flags.py
     zero = config["zero_optimization"]
     problems = refuse_keys(config)
     problems += _fill_by_flags(config, args, world_size)

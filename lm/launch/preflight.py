@@ -20,9 +20,9 @@ from lm.common.numbers import available_cores, counted, size
 from lm.common.tasks import forget_tasks, starter_of_tasks
 from lm.data.conversations import SUFFIXES as CHAT_SUFFIXES
 from lm.data.corpus import BUILTIN, SUFFIXES, find_files, text_size
+from lm.engine.accelerate_flags import with_accelerate_flags
 from lm.engine.engine import OTHER_ENGINES, check_precision, deepspeed_plugin, set_launch_variables
 from lm.engine.hardware import cpu_emulates_bf16, require_usable_gpu
-from lm.engine.launcher_settings import with_launcher_settings
 from lm.launch.shell_variables import ShellVariables
 from lm.launch.time_budget import MOST_PREPARING, TimeBudget, fitting_shapes
 from lm.training.arguments import TrainingArguments, as_arguments, as_words, build_parser
@@ -123,7 +123,7 @@ def main(words: list[str]) -> list[str]:
     require_usable_gpu()
     processes = request.processes(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     typed = vars(parser.parse_args(words))
-    decided = with_launcher_settings(typed, request.launcher_words(processes))
+    decided = with_accelerate_flags(typed, request.launcher_words(processes))
     words = [*as_words({k: v for k, v in decided.items() if k not in typed}), *words]
     saved = saved_flags(typed, request.kind)  # refuses a resume before text is prepared
     if not saved:

@@ -11,8 +11,8 @@ from lm.common.errors import UsageError
 from lm.common.numbers import available_cores
 from lm.data.dataset import TokenStream
 from lm.data.shards import CONVERSATIONS
+from lm.engine.accelerate_flags import with_accelerate_flags
 from lm.engine.hardware import processes_here, user_sets_threads
-from lm.engine.launcher_settings import with_launcher_settings
 from lm.storage.folder import read_settings
 from lm.training.arguments import TrainingArguments, as_arguments, flags_of
 from lm.training.starting_point import StartingPoint, find_folder
@@ -32,7 +32,7 @@ def decided_arguments(
     """Return the training arguments and model settings of a run, new or resumed."""
     if typed.get("teacher") == "auto":  # the default, unless a run has its own teacher
         typed = {name: value for name, value in typed.items() if name != "teacher"}
-    flags = with_launcher_settings(typed, saved=saved_flags(typed, arguments))
+    flags = with_accelerate_flags(typed, saved=saved_flags(typed, arguments))
     return as_arguments(flags, arguments)
 
 

@@ -6,13 +6,13 @@ import torch
 
 from lm.common.numbers import counted, memory
 from lm.data.shards import CONVERSATIONS
+from lm.engine.accelerate_flags import reading_notes
 from lm.engine.hardware import (
     attention_kernel,
     available_memory,
     cpu_emulates_bf16,
     device_name,
 )
-from lm.engine.launcher_settings import reading_notes
 from lm.engine.memory import Workload, estimate, fits
 from lm.engine.strategy import DDP, Strategy, strategy_of
 from lm.formats.tokenizer_json import export_warning

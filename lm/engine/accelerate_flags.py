@@ -1,4 +1,4 @@
-"""What the launcher and its DeepSpeed file decide about flags that the user has not typed.
+"""Flags that Accelerate's launcher and its DeepSpeed file decide, if the user has not typed them.
 
 They decide the precision (Accelerate's --mixed_precision, or a precision that the file switches
 on) and the learning rate (the file's "scheduler"). A typed flag that contradicts them is an error.
@@ -43,7 +43,7 @@ NEUTRAL = {
 }
 
 
-def with_launcher_settings(
+def with_accelerate_flags(
     typed: dict[str, Any],
     launcher_words: list[str] | None = None,
     saved: dict[str, Any] | None = None,

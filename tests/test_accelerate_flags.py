@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from lm.common.errors import UsageError
-from lm.engine import launcher_settings
-from lm.engine.launcher_settings import chosen_precision, reading_notes, with_launcher_settings
+from lm.engine import accelerate_flags
+from lm.engine.accelerate_flags import chosen_precision, reading_notes, with_accelerate_flags
 
 DEFAULT_FILE = "accelerate.commands.config.config_args.default_config_file"
 
@@ -69,13 +69,13 @@ AUTO = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "au
 )
 def test_a_deepspeed_file_decides_flags_that_are_not_typed(environ, file, section, flags):
     typed = {"deepspeed": file(**section), "batch_size": 2}
-    assert with_launcher_settings(typed) == typed | flags
-    assert with_launcher_settings(typed | flags) == typed | flags  # the same values may be typed
-    assert with_launcher_settings({}) == {}
+    assert with_accelerate_flags(typed) == typed | flags
+    assert with_accelerate_flags(typed | flags) == typed | flags  # the same values may be typed
+    assert with_accelerate_flags({}) == {}
     environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": typed["deepspeed"]}
-    assert with_launcher_settings({}) == {}  # the launcher uses another engine
+    assert with_accelerate_flags({}) == {}  # the launcher uses another engine
     environ |= {"ACCELERATE_USE_DEEPSPEED": "true"}
-    assert with_launcher_settings({}) == flags
+    assert with_accelerate_flags({}) == flags
 
 
 @pytest.mark.parametrize(
@@ -97,16 +97,16 @@ def test_a_deepspeed_file_decides_flags_that_are_not_typed(environ, file, sectio
 )
 def test_a_file_that_contradicts_or_cannot_be_followed_is_refused(file, section, typed, says):
     with pytest.raises(UsageError, match=r"ds\.json") as refused:
-        with_launcher_settings({"deepspeed": file(**section)} | typed)
+        with_accelerate_flags({"deepspeed": file(**section)} | typed)
     assert says in str(refused.value)
 
 
 def test_without_bf16_the_default_precision_is_fp32(file):
     typed = {"deepspeed": file(bfloat16={"enabled": False}, fp16={"enabled": "auto"})}
-    assert with_launcher_settings(typed) == typed | {"dtype": "float32"}
+    assert with_accelerate_flags(typed) == typed | {"dtype": "float32"}
     half = {"dtype": "float16"}
-    assert with_launcher_settings(typed | half)["dtype"] == "float16"
-    assert with_launcher_settings(typed, saved=half)["dtype"] == "float16"  # of a resumed run
+    assert with_accelerate_flags(typed | half)["dtype"] == "float16"
+    assert with_accelerate_flags(typed, saved=half)["dtype"] == "float16"  # of a resumed run
     assert '"bf16" is off, so the default of --dtype is float32' in reading_notes(typed)
 
 
@@ -156,26 +156,26 @@ def test_the_launchers_accumulation_and_clipping_count(environ):
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
         "ACCELERATE_GRADIENT_CLIPPING": "0.5",
     }
-    assert with_launcher_settings({}) == {"accumulation_steps": 2, "grad_clip": 0.5}
+    assert with_accelerate_flags({}) == {"accumulation_steps": 2, "grad_clip": 0.5}
     saved = {"accumulation_steps": 4, "seed": 7}  # of a resumed run
-    assert with_launcher_settings({}, saved=saved) == saved | {
+    assert with_accelerate_flags({}, saved=saved) == saved | {
         "accumulation_steps": 2,
         "grad_clip": 0.5,
     }
     with pytest.raises(UsageError, match=r"or type --accumulation_steps 2$"):
-        with_launcher_settings({"accumulation_steps": 8})
+        with_accelerate_flags({"accumulation_steps": 8})
     environ |= {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}
-    assert with_launcher_settings({"accumulation_steps": 8})["accumulation_steps"] == 8
+    assert with_accelerate_flags({"accumulation_steps": 8})["accumulation_steps"] == 8
 
 
 def test_a_typed_precision_must_be_the_launchers(environ):
     environ |= {"ACCELERATE_MIXED_PRECISION": "fp16"}
-    assert with_launcher_settings({}) == {"dtype": "float16"}
+    assert with_accelerate_flags({}) == {"dtype": "float16"}
     with pytest.raises(UsageError, match=r"or type --dtype float16$"):
-        with_launcher_settings({"dtype": "float32"})
+        with_accelerate_flags({"dtype": "float32"})
     environ |= {"ACCELERATE_MIXED_PRECISION": "fp8"}
     with pytest.raises(UsageError, match="mixed_precision fp8 of the launcher: take bf16"):
-        with_launcher_settings({})
+        with_accelerate_flags({})
 
 
 @pytest.mark.parametrize(
@@ -199,6 +199,6 @@ def test_the_command_of_the_launcher_tells_no_precision_from_none(
         def cmdline(self):
             return command.split()
 
-    monkeypatch.setattr(launcher_settings.psutil, "Process", Process)
+    monkeypatch.setattr(accelerate_flags.psutil, "Process", Process)
     environ["ACCELERATE_MIXED_PRECISION"] = "no"
     assert chosen_precision() == precision
