@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, filter_trackers
 from torch import Tensor
 
-from lm.common.atomic import remove, write_whole
+from lm.common.atomic import write_whole
 from lm.common.errors import UsageError, one_line, reported
 from lm.engine.hardware import device_name, peak_flops, peak_memory_bytes
 from lm.report.history import number, read_rows
@@ -69,9 +69,8 @@ class TrainingLog:
 
     def start_trackers(self, settings: dict) -> None:
         """Start the trackers; only the main process calls this. Raises UsageError if one does not
-        start, such as wandb without a key; then the folder of a new run is deleted."""
+        start, such as wandb without a key."""
         first, run = self.first_step, self.folder.path
-        is_new = {path.name for path in run.iterdir()} <= {self.folder.lock.name, "base"}
         self.accelerator.log_with = filter_trackers(self.args.trackers, str(run))
         self.accelerator.project_configuration.logging_dir = str(run)
         # With the same id a resumed run continues its curves. SwanLab needs 21 letters and digits.
@@ -86,12 +85,8 @@ class TrainingLog:
         try:
             self.accelerator.init_trackers(project, None, options)
         except Exception as error:
-            if is_new:
-                remove(run)
-            said = f"--log_with {self.args.log_with}: a tracker does not start"
-            raise UsageError(
-                f"{said} ({one_line(error)}); --log_with none trains without"
-            ) from error
+            said = f"a tracker does not start ({one_line(error)}); --log_with none trains without"
+            raise UsageError(f"--log_with {self.args.log_with}: {said}") from error
 
     def end_step(self, step: int, rate: float, grad_norm: float | Tensor, epoch: float) -> None:
         """Count an optimizer step that has ended; report if it is time."""
