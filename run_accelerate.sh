@@ -10,6 +10,7 @@
 #   STAGE=distill bash run_accelerate.sh              distill the newest pretrained model (or TEACHER=out/runs/NAME) into a smaller one
 #
 # MINUTES=N         minutes from the command to the result, without installation (default: 4 on a CPU, 10 on a GPU);
+#                   preparing text does not count if it takes more than half of them, which is announced;
 #                   on several machines, minutes of training only
 # PREPARE_FLAGS=... flags for the preparation of text, such as "--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   number of processes (default: one per GPU; on a CPU, one)
