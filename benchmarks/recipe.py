@@ -13,8 +13,9 @@ from benchmarks.variants import candidate
 from lm.data.prepare import BY_SIZE
 from lm.engine.hardware import peak_flops
 from lm.launch import recipe
-from lm.launch.speed import FORWARD_SHARE, GPU_SHARE
-from lm.launch.time_budget import GPU_TOKENS, MOST_PASSES, MOST_PASSES_SEGMENTED
+from lm.launch.candidates import FORWARD_SHARE, GPU_SHARE, GPU_TOKENS
+from lm.launch.time_budget import MOST_PASSES, MOST_PASSES_SEGMENTED
+from lm.training.measurement import Speed
 
 PROGRAM = "benchmarks.recipe"
 # Bits per byte = E + A × N^-0.34 + B × D^-0.28 for N million parameters and D million tokens, with
@@ -53,7 +54,7 @@ def choices() -> list[dict]:
             ended.add((machine, text))
             time += f", ends after {minutes:.0f} min" if minutes > 1 else ", ends within a minute"
         model = plan.model
-        loss = E + A * (model.parameters / 1e6) ** -0.34 + B * (worth(plan) / 1e6) ** -0.28
+        loss = E + A * (model.counted / 1e6) ** -0.34 + B * (worth(plan) / 1e6) ** -0.28
         rows.append(
             {
                 "machine": machine,
@@ -61,7 +62,7 @@ def choices() -> list[dict]:
                 "time": time,
                 "layers × dim": f"{model.settings['n_layers']} × {model.settings['dim']}",
                 "vocabulary": f"{pieces:,}",
-                "million parameters": f"{(model.parameters + model.uncounted) / 1e6:,.2f}",
+                "million parameters": f"{model.parameters / 1e6:,.2f}",
                 "steps × tokens": f"{plan.steps:,} × {round(plan.tokens / plan.steps):,}",
                 "million tokens": f"{plan.tokens / 1e6:,.0f}",
                 "passes": f"{plan.passes:.2g}",
@@ -95,12 +96,12 @@ def planned(
         rows = (GPU_TOKENS if gpus else recipe.BATCH) // settings["max_seq_len"]
         models.append(candidate(settings, vocab_size, rows))
 
-    def speed(model: recipe.Candidate) -> recipe.Speed:
+    def speed(model: recipe.Candidate) -> Speed:
         step = model.rows * model.length * model.flops * task.processes / flops
-        return recipe.Speed(step, FORWARD_SHARE * step / model.rows)
+        return Speed(step, FORWARD_SHARE * step / model.rows)
 
     plan = recipe.choose(task, models, speed)
-    return plan, plan.steps * plan.step_seconds / 60, vocab_size
+    return plan, plan.seconds / 60, vocab_size
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from benchmarks.trained import Result, train
 from lm.common.errors import UsageError, one_line_errors, stop_in_order
 from lm.data.shards import read_description
 from lm.launch import recipe
-from lm.launch.optimizer_flags import loss_flags, optimizer_flags, repetition_flags
+from lm.launch.optimizer_flags import loss_flags, optimizer_flags
 from lm.training.arguments import DistillationArguments, TrainingArguments, as_words
 from model import ConfigError, LMConfig, Transformer
 
@@ -114,7 +114,6 @@ def recipe_flags(data: Path, shape: str, muon: bool) -> str:
             settings
             | loss_flags(model, pieces, torch.cuda.is_available())
             | optimizer_flags(model, muon)
-            | repetition_flags(1, muon)
             | {"batch_size": model.rows}
         )
     )
@@ -126,8 +125,8 @@ def candidate(settings: dict, vocab_size: int, rows: int) -> recipe.Candidate:
         model = Transformer(LMConfig(**settings, vocab_size=vocab_size))
     length = settings["max_seq_len"]
     flops, uncounted = model.flops_per_token(length), recipe.uncounted_parameters(model.config)
-    size = model.num_parameters() - uncounted
-    return recipe.Candidate(settings, size, flops, length, rows, uncounted=uncounted)
+    size = model.num_parameters()
+    return recipe.Candidate(settings, size, size - uncounted, flops, length, rows)
 
 
 def describe(data: str, variants: list[str], runs: list[list[Result]]) -> str:

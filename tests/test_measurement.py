@@ -9,6 +9,7 @@ from lm.common.errors import UsageError
 from lm.training import measurement
 from lm.training.arguments import TrainingArguments, build_parser
 from lm.training.measurement import TimedRun, measure
+from train_pretrain_accelerate import train
 
 TINY = "--dim 32 --n_layers 1 --n_heads 4 --max_seq_len 32 --dtype float32 --batch_size 8 "
 
@@ -36,7 +37,7 @@ def timed(packed, monkeypatch):
         monkeypatch.setattr(measurement, "validate", validate)
         monkeypatch.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: now[0]))
         flags = vars(build_parser().parse_args(f"{TINY} --data {packed} {more}".split()))
-        return measure(TrainingArguments, flags, threads, limit), steps
+        return measure(train, TrainingArguments, flags, threads, limit), steps
 
     return timed
 

@@ -1,11 +1,12 @@
 """The recipe of run_accelerate.sh chooses a model and a batch for a text, a speed and a time."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from lm.common.errors import TooLittleMemoryError
-from lm.launch.optimizer_flags import repetition_flags, token_noise
+from lm.launch.optimizer_flags import optimizer_flags
 from lm.launch.recipe import (
     EVALUATIONS,
     LEAST_SAMPLES,
@@ -14,13 +15,12 @@ from lm.launch.recipe import (
     VALIDATION_SHARE,
     Candidate,
     Plan,
-    Speed,
     Task,
     choose,
     plan_for,
     shape_settings,
-    with_enough_steps,
 )
+from lm.training.measurement import Speed
 from model import LMConfig
 
 TEXT = Task(seconds=200, tokens=3.7e6, most_passes=10, samples=390)
@@ -30,7 +30,8 @@ def model(n_layers: int, dim: int, **typed: int) -> Candidate:
     settings = shape_settings(n_layers, dim, typed)
     parameters = 6400 * dim + 12 * n_layers * dim**2
     length = settings["max_seq_len"]
-    return Candidate(settings, parameters, 6.0 * parameters, length, max(1, 4096 // length))
+    rows = max(1, 4096 // length)
+    return Candidate(settings, parameters, parameters, 6.0 * parameters, length, rows)
 
 
 MODELS = [model(*shape) for shape in SHAPES]
@@ -89,8 +90,8 @@ def test_the_shortest_runs_train_the_smallest_shapes():
 
 def test_a_student_is_larger_than_a_model_without_a_teacher_in_the_same_time():
     task = replace(TEXT, seconds=40)
-    students = [replace(model, student=True) for model in MODELS]
-    with_teacher, without = (choose(task, each, at(2e11)) for each in (students, MODELS))
+    tasks = replace(task, has_teacher=True), task
+    with_teacher, without = (choose(each, MODELS, at(2e11)) for each in tasks)
     assert with_teacher.model.parameters > without.model.parameters
 
 
@@ -113,19 +114,19 @@ def test_training_fills_the_time_and_validation_takes_at_most_a_tenth(
     flops, seconds, samples, first
 ):
     task = replace(TEXT, seconds=seconds, tokens=1e12, samples=samples, validates_first=first)
-    plan = with_enough_steps(task, MODELS[3], at(flops))
+    plan = choose(task, [MODELS[3]], at(flops))
     validations = validating(plan, at(flops), first)
     least = (1 + first) * min(1, samples) * at(flops)(plan.model).sample  # a sequence each
     assert validations <= max(VALIDATION_SHARE * seconds, least)
-    total = plan.steps * plan.step_seconds + validations
-    assert total == pytest.approx(seconds, abs=plan.step_seconds) or plan.steps == 1
+    total = plan.seconds + validations
+    assert total == pytest.approx(seconds, abs=plan.seconds / plan.steps) or plan.steps == 1
 
 
 def test_a_slow_machine_validates_fewer_sequences_and_then_fewer_times():
     task = replace(TEXT, samples=1024)
     found = []
     for tokens_per_second in (2e5, 2e4, 1e4, 1e3, 100):
-        plan = with_enough_steps(task, MODELS[3], slow(tokens_per_second))
+        plan = choose(task, [MODELS[3]], slow(tokens_per_second))
         found.append((plan.evaluations, plan.samples))
     assert found == [(4, 1024), (4, 1024), (4, 585), (3, 78), (1, 23)]
     assert found[3][1] >= LEAST_SAMPLES
@@ -141,9 +142,29 @@ def test_flags_decide_how_much_a_run_validates():
         assert (plan.evaluations, plan.samples) == (evaluations, 390)
 
 
+@pytest.mark.parametrize("interval", [0, 1, 20, 400, 10**6])
+@pytest.mark.parametrize(
+    ("tokens_per_second", "typed"),
+    [(1000, {}), (20000, {}), (20000, {"eval_samples": 390}), (1000, {"accumulation_steps": 3})],
+)
+def test_a_typed_interval_decides_the_number_of_validations(interval, typed, tokens_per_second):
+    """They have fewer sequences, so that they take a tenth of the time, unless these are typed."""
+    task = replace(TEXT, seconds=500, tokens=1e12, typed=typed | {"eval_interval": interval})
+    speed = slow(tokens_per_second)
+    plan = choose(task, [MODELS[3]], speed)
+    needed = math.ceil(plan.steps / interval) if interval else 1
+    assert plan.evaluations == pytest.approx(needed, rel=0.12, abs=1)
+    spent = needed * plan.samples * speed(plan.model).sample
+    if "eval_samples" in typed:
+        assert plan.samples == 390
+    elif plan.samples > 1:
+        assert spent <= 0.11 * task.seconds
+    assert plan.seconds + spent == pytest.approx(task.seconds, rel=0.1)
+
+
 def test_typed_accumulation_does_not_stop_micro_batches_from_becoming_smaller():
     task = replace(TEXT, seconds=220, typed={"accumulation_steps": 4})
-    plan = with_enough_steps(task, MODELS[3], slow(2000))
+    plan = choose(task, [MODELS[3]], slow(2000))
     assert (plan.accumulation, plan.model.rows) == (4, 1)
     assert plan.steps > 150
 
@@ -151,7 +172,7 @@ def test_typed_accumulation_does_not_stop_micro_batches_from_becoming_smaller():
 @pytest.mark.parametrize(("tokens_per_second", "rows"), [(1000, 3), (2000, 7), (20000, 16)])
 def test_a_slow_machine_trains_200_steps_of_fewer_sequences(tokens_per_second, rows):
     task = replace(TEXT, seconds=220, samples=1024)
-    plan = with_enough_steps(task, MODELS[3], slow(tokens_per_second))
+    plan = choose(task, [MODELS[3]], slow(tokens_per_second))
     assert plan.model.rows == rows
     assert plan.steps >= LEAST_STEPS
     assert plan.tokens >= 0.85 * 220 * tokens_per_second
@@ -160,9 +181,9 @@ def test_a_slow_machine_trains_200_steps_of_fewer_sequences(tokens_per_second, r
 def test_micro_batches_stay_large_where_small_ones_are_hardly_faster():
     """As beside a busy program, where a step waits for its threads, however small it is."""
     task = replace(TEXT, samples=0)
-    plan = with_enough_steps(task, MODELS[3], slow(1e5, overhead=2.0))
+    plan = choose(task, [MODELS[3]], slow(1e5, overhead=2.0))
     assert (plan.model.rows, plan.steps) == (16, 97)
-    found = with_enough_steps(task, MODELS[3], slow(5000, overhead=0.4))
+    found = choose(task, [MODELS[3]], slow(5000, overhead=0.4))
     alone = plan_for(task, MODELS[3], slow(5000, overhead=0.4)(MODELS[3]))
     assert found.tokens >= 0.9 * alone.tokens
 
@@ -171,7 +192,7 @@ def test_micro_batches_stay_large_where_small_ones_are_hardly_faster():
 def test_accumulation_is_never_bought_with_smaller_micro_batches(tokens_per_second):
     for tokens in (2e5, 1e8):
         task = replace(TEXT, tokens=tokens, most_passes=3)
-        plan = with_enough_steps(task, MODELS[3], slow(tokens_per_second, overhead=0.05))
+        plan = choose(task, [MODELS[3]], slow(tokens_per_second, overhead=0.05))
         assert plan.accumulation == 1 or plan.model.rows == MODELS[3].rows
 
 
@@ -218,7 +239,7 @@ def test_a_long_run_has_a_larger_batch():
 
 
 def test_a_plan_has_a_step_even_if_no_time_is_left():
-    plan = with_enough_steps(replace(TEXT, seconds=-5), MODELS[1], at(2e11))
+    plan = choose(replace(TEXT, seconds=-5), [MODELS[1]], at(2e11))
     assert (plan.steps, plan.evaluations, plan.samples) == (1, 1, 1)
 
 
@@ -248,11 +269,7 @@ def test_the_output_layer_is_untied_unless_the_flag_is_typed():
 
 
 def test_repeated_text_has_more_weight_decay():
-    flags = [repetition_flags(passes, muon=True) for passes in (1, 5, 30)]
+    flags = [optimizer_flags(MODELS[3], True, passes=passes) for passes in (1, 5, 30)]
     assert [each["weight_decay"] for each in flags] == [0.1, 0.2, 0.5]
     assert [each["muon_momentum"] for each in flags] == [0.9, 0.9, 0.95]
-    assert "muon_momentum" not in repetition_flags(30, muon=False)
-
-
-def test_noise_grows_with_the_passes_over_a_text_in_segmentations():
-    assert [token_noise(passes) for passes in (1.5, 6, 15, 30)] == [0.01, 0.04, 0.1, 0.1]
+    assert "muon_momentum" not in optimizer_flags(MODELS[3], False, passes=30)

@@ -22,15 +22,15 @@ def in_the_repository(monkeypatch):
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({"ENGINE": "zero4"}, "ENGINE=zero4 does not exist: choose one of ddp fp16"),
         ({"ENGINE": "zero3", "CONFIG": "my.yaml"}, "set only one"),
         ({"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
         ({"STAGE": "distill", "DATA": "x"}, "STAGE=distill does not use DATA"),
         ({"STAGE": "sft", "PREPARE_FLAGS": "--reuse"}, "does not use PREPARE_FLAGS"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT 70000 below 65536"),
         ({"MASTER_PORT": "many"}, "MASTER_PORT must be an integer, 0 or larger, not 'many'"),
         ({"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "MACHINE_RANK 1 must be below NUM_MACHINES 1"),
         ({"MASTER_ADDR": "node1"}, "set NUM_MACHINES too"),
+        ({"NUM_PROCESSES": "0"}, "positive multiple of NUM_MACHINES"),
+        (TWO_MACHINES | {"NUM_PROCESSES": "3"}, "positive multiple of NUM_MACHINES"),
         ({"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "cannot resolve 'no name'"),
         *(
             ({"MINUTES": text}, "MINUTES must be a positive number")
@@ -39,50 +39,48 @@ def in_the_repository(monkeypatch):
     ],
 )
 def test_variables_that_cannot_work_are_refused(environ, says):
-    assert says in error_of(ShellVariables, environ, [])
+    assert says in error_of(ShellVariables, environ)
 
 
 def test_each_stage_selects_its_arguments_and_minutes_can_be_a_fraction(monkeypatch):
-    kinds = [ShellVariables({"STAGE": stage}, []).kind for stage in ("", "sft", "distill")]
-    assert kinds == [TrainingArguments, SFTArguments, DistillationArguments]
-    assert ShellVariables({"MINUTES": "0.5"}, []).minutes == 0.5
-    assert ShellVariables({}, []).minutes == 4
+    found = [ShellVariables({"STAGE": stage}).arguments for stage in ("", "sft", "distill")]
+    assert found == [TrainingArguments, SFTArguments, DistillationArguments]
+    assert ShellVariables({"MINUTES": "0.5"}).minutes == 0.5
+    assert ShellVariables({}).minutes == 4
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert ShellVariables({}, []).minutes == 10
+    assert ShellVariables({}).minutes == 10
 
 
 @pytest.mark.parametrize(
     ("environ", "gpus", "processes"),
     [({}, 0, 1), ({}, 4, 4), (TWO_MACHINES, 8, 16), ({"NUM_PROCESSES": "3"}, 0, 3)],
 )
-def test_each_gpu_gets_a_process_unless_a_number_is_set(environ, gpus, processes):
-    assert ShellVariables(environ, []).processes(gpus) == processes
-
-
-@pytest.mark.parametrize("environ", [{"NUM_PROCESSES": "0"}, TWO_MACHINES | {"NUM_PROCESSES": "3"}])
-def test_a_number_of_processes_that_is_no_positive_multiple_of_the_machines_is_refused(environ):
-    assert "positive multiple of NUM_MACHINES" in error_of(ShellVariables(environ, []).processes, 1)
+def test_each_gpu_gets_a_process_unless_a_number_is_set(monkeypatch, environ, gpus, processes):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert ShellVariables(environ).processes == processes
 
 
 def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
-    one = ShellVariables({"ENGINE": "zero1"}, []).launcher_words(4)
+    four = {"NUM_PROCESSES": "4"}
+    one = ShellVariables(four | {"ENGINE": "zero1"}).launcher_words()
     engine = "--config_file configs/zero1.yaml --num_processes 4 --main_process_port 0"
     assert one == engine.split()
-    words = ShellVariables(TWO_MACHINES | {"MACHINE_RANK": "1"}, []).launcher_words(4)
+    words = ShellVariables(four | TWO_MACHINES | {"MACHINE_RANK": "1"}).launcher_words()
     machines = "--main_process_port 29500 --num_machines 2 --machine_rank 1 --main_process_ip"
     machines += " 127.0.0.1 --deepspeed_multinode_launcher standard"
     assert words[4:] == machines.split()
 
 
 def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
-    assert ShellVariables({}, ["--data=out/data/mine"]).data_flags({}) == []
-    with pytest.raises(UsageError, match="excludes DATA"):
-        ShellVariables({"DATA": "my.txt"}, ["--data", "out/data/mine"]).data_flags({})
-    chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}, []).data_flags({})
-    assert chat == ["--conversations", "my.jsonl"]
-    assert ShellVariables({"STAGE": "distill"}, []).data_flags({}) == ["--teacher", "auto"]
+    typed = {"data": "out/data/mine"}
+    assert ShellVariables({}).data_flags(typed, {}) == {}
+    with pytest.raises(UsageError, match="leave out --data, or DATA"):
+        ShellVariables({"DATA": "my.txt"}).data_flags(typed, {})
+    chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}).data_flags({}, {})
+    assert chat == {"conversations": "my.jsonl"}
+    assert ShellVariables({"STAGE": "distill"}).data_flags({}, {}) == {"teacher": "auto"}
     for stage in ("pretrain", "sft"):  # a resumed run has its data
-        assert ShellVariables({"STAGE": stage}, []).data_flags({"data": "out/data/mine"}) == []
+        assert ShellVariables({"STAGE": stage}).data_flags({}, typed) == {}
 
 
 @pytest.mark.parametrize(
@@ -101,8 +99,8 @@ def test_text_is_prepared_with_typed_flags(monkeypatch, flags, reuse):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(shell_variables.subprocess, "run", run)
-    _, folder = ShellVariables({"DATA": "my.txt", "PREPARE_FLAGS": flags}, []).data_flags({})
+    found = ShellVariables({"DATA": "my.txt", "PREPARE_FLAGS": flags}).data_flags({}, {})
     args = parse_arguments(commands[0][3:])
-    assert (args.data, str(args.out)) == ("my.txt", folder)
+    assert (args.data, found) == ("my.txt", {"data": str(args.out)})
     assert (args.reuse, args.overwrite) == (reuse, True)
     assert args.skip_bad_lines is ("--skip_bad_lines" in flags)

@@ -7,11 +7,9 @@ import os
 import shlex
 import sys
 import time
-from typing import Any
 
 import psutil
 import torch
-import yaml
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 
@@ -21,27 +19,22 @@ from lm.common.tasks import forget_tasks, starter_of_tasks
 from lm.data.conversations import SUFFIXES as CHAT_SUFFIXES
 from lm.data.corpus import BUILTIN, SUFFIXES, find_files, text_size
 from lm.engine.accelerate_flags import with_accelerate_flags
-from lm.engine.engine import OTHER_ENGINES, check_precision, deepspeed_plugin, set_launch_variables
+from lm.engine.engine import OTHER_ENGINES
 from lm.engine.hardware import cpu_emulates_bf16, require_usable_gpu
+from lm.launch.candidates import Candidates
 from lm.launch.shell_variables import ShellVariables
-from lm.launch.time_budget import MOST_PREPARING, TimeBudget, fitting_shapes
-from lm.training.arguments import TrainingArguments, as_arguments, as_words, build_parser
-from lm.training.inputs import Inputs, find_inputs
-from lm.training.log import require_trackers
-from lm.training.resume import decided_arguments, saved_flags
+from lm.launch.time_budget import MOST_PREPARING, TimeBudget
+from lm.training.arguments import as_arguments, as_words, build_parser
+from lm.training.resume import saved_flags
 from model import ConfigError
 
-# Exceptions of Accelerate for a file that it cannot use.
-UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
-UNREADABLE += (yaml.YAMLError,)
 # Bytes that a core prepares in a second, roughly.
 TEXT_PER_CORE, CHAT_PER_CORE = 4e6, 4e5
 
 
-def read_launch(config_file: str) -> bool:
-    """Read Accelerate's file, set the variables that `accelerate launch` sets for DeepSpeed, and
-    return whether the file chooses DeepSpeed. Raises UsageError if the file is invalid or
-    contradicts other settings."""
+def read_launch(config_file: str) -> None:
+    """Read Accelerate's file, and set the variables that `accelerate launch` sets for its engine.
+    Raises UsageError if the file is invalid or contradicts other settings."""
     try:
         config = load_config_from_file(config_file)
         words = ["--config_file", config_file, "--num_processes", "1", "--num_machines", "1"]
@@ -59,39 +52,16 @@ def read_launch(config_file: str) -> bool:
         for name in OTHER_ENGINES:
             if getattr(options, f"use_{name.lower()}"):
                 os.environ[f"ACCELERATE_USE_{name}"] = "true"
-    except UNREADABLE as error:
+    except Exception as error:  # a file that is wrong can raise anything
         reason = " ".join(str(error).split())
         raise UsageError(f"Accelerate rejects {config_file}: {reason}") from error
     if config.num_machines != 1 and os.environ.get("NUM_MACHINES", "1") == "1":
         remedy = "set NUM_MACHINES, MACHINE_RANK and MASTER_ADDR"
         raise UsageError(f"{config_file} is for {config.num_machines} machines: {remedy}")
-    return options.use_deepspeed
-
-
-def check_launch(
-    config_file: str,
-    processes: int,
-    flags: dict[str, Any],
-    kind: type[TrainingArguments] = TrainingArguments,
-) -> tuple[Inputs, dict | None]:
-    """Prepare a run in this process alone; return it and DeepSpeed's configuration, if any.
-    Raises UsageError or ConfigError if the launch cannot work."""
-    has_deepspeed = read_launch(config_file)
-    args, model_settings = decided_arguments(flags, kind)
-    require_trackers(args.trackers)
-    require_usable_gpu()
-    check_precision(args, torch.cuda.is_available())
-    set_launch_variables(args)
-    os.environ["WORLD_SIZE"] = str(processes)
-    has_deepspeed = has_deepspeed or bool(args.deepspeed)
-    config = deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
-    return find_inputs(args, model_settings, None, processes), config
 
 
 def announce_preparation(request: ShellVariables) -> None:
     """Say it before a preparation that will take a large part of the time."""
-    if request.stage == "distill" or request.names_data:
-        return
     source, suffixes, speed = request.get("DATA", BUILTIN), SUFFIXES, TEXT_PER_CORE
     if request.stage == "sft":
         source, suffixes, speed = request.get("CHAT", BUILTIN), CHAT_SUFFIXES, CHAT_PER_CORE
@@ -111,41 +81,31 @@ def main(words: list[str]) -> list[str]:
         once = "start it once per machine, with NUM_MACHINES, MACHINE_RANK and MASTER_ADDR"
         raise UsageError(f"{starter} has started this command several times: {once}")
     forget_tasks()
-    request = ShellVariables(os.environ, words)
-    parser = build_parser(request.kind)
-    # A mistake should not cost the time to prepare text.
-    as_arguments(vars(parser.parse_args(words)), request.kind)
+    request = ShellVariables(os.environ)
+    typed = vars(build_parser(request.arguments).parse_args(words))
+    as_arguments({**typed}, request.arguments)  # a mistake should not cost the time to prepare text
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
     read_launch(request.config)
-    if request.get("ENGINE") == "fp16":
-        words = ["--dtype", "float16", *words]
     require_usable_gpu()
-    processes = request.processes(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    typed = vars(parser.parse_args(words))
-    decided = with_accelerate_flags(typed, request.launcher_words(processes))
-    words = [*as_words({k: v for k, v in decided.items() if k not in typed}), *words]
-    saved = saved_flags(typed, request.kind)  # refuses a resume before text is prepared
-    if not saved:
+    launcher = request.launcher_words()
+    flags = {"dtype": "float16"} if request.get("ENGINE") == "fp16" else {}
+    flags = with_accelerate_flags(flags | typed, launcher)
+    saved = saved_flags(flags, request.arguments)  # refuses a resume before text is prepared
+    if not (saved or "data" in typed):
         announce_preparation(request)
-    words = [*request.data_flags(saved), *words]
-    typed = vars(parser.parse_args(words))
-    if "dtype" not in typed | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
+    flags = request.data_flags(typed, saved) | flags
+    if "dtype" not in flags | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
         print("--dtype float32, because this CPU would emulate bf16")
-        words, typed["dtype"] = ["--dtype", "float32", *words], "float32"
+        flags["dtype"] = "float32"
+    chosen = {}
     if saved:
         print("resumed with the flags of the run and the typed flags; MINUTES has no effect")
-        added = {}
     else:
-        shape = {}
-        if request.stage != "sft" and not typed.get("init_from"):
-            shape = fitting_shapes(typed)[0]  # the first shape, until one is chosen
-        if request.stage == "distill":
-            shape.pop("max_seq_len", None)  # the teacher decides the length
-        inputs, deepspeed = check_launch(request.config, processes, typed | shape, request.kind)
-        added = TimeBudget(request, inputs, deepspeed, typed, processes, loading).flags()
-    print(f"starting {counted(processes, 'processes')}; PyTorch is loaded again")
-    return [*request.launcher_words(processes), request.kind.program, *as_words(added), *words]
+        chosen = TimeBudget(Candidates(request, flags), loading).flags()
+    print(f"starting {counted(request.processes, 'processes')}; PyTorch is loaded again")
+    added = {name: value for name, value in (chosen | flags).items() if name not in typed}
+    return [*launcher, request.arguments.program, *as_words(added), *words]
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ docs/recipe.md has the measurements behind the numbers; benchmarks.variants comp
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm.common.errors import TooLittleMemoryError
 from lm.common.numbers import counted
+from lm.training.measurement import Speed
 from lm.training.schedule import BATCH
-from model import LMConfig
+from model import ConfigError, LMConfig
 
 # The shapes to choose from, in order of increasing size: n_layers, dim.
 SHAPES = (
@@ -43,8 +44,14 @@ class Task:
     most_passes: float  # over the text
     samples: int = 0  # sequences of a validation, if time allows
     validates_first: bool = False  # also before the first step, as fine-tuning does
+    has_teacher: bool = False  # the model learns from a teacher
     processes: int = 1
     typed: dict[str, Any] = field(default_factory=dict)  # flags that the user typed
+
+    @property
+    def steps_are_typed(self) -> bool:
+        """True if flags decide the number of steps, whatever the time."""
+        return not {"max_steps", "epochs"}.isdisjoint(self.typed)
 
 
 @dataclass(frozen=True)
@@ -52,26 +59,18 @@ class Candidate:
     """A model that a run may train."""
 
     settings: dict[str, Any]  # flags of the model
-    parameters: int  # that the rule for the shape counts
+    parameters: int  # that compute for a token
+    counted: int  # those that the rule for the shape counts
     flops: float  # FLOPs per token, including the teacher's forward pass
     length: float  # mean tokens per sequence
     rows: int  # sequences per process in one micro-batch; 0: the model does not fit into memory
     rows_alone: int = 0  # at most so many if this process trains alone
-    student: bool = False  # learns from a teacher
-    uncounted: int = 0  # other parameters
 
     @property
     def name(self) -> str:
         """The shape in words, with the number of parameters."""
         shape = f"{counted(self.settings['n_layers'], 'layers')} of dim {self.settings['dim']}"
-        return f"{shape} ({(self.parameters + self.uncounted) / 1e6:,.2f} million parameters)"
-
-
-class Speed(NamedTuple):
-    """The seconds that one process needs for a model."""
-
-    micro_batch: float  # forward and backward pass, and a step of the optimizer
-    sample: float  # one sequence of the validation split
+        return f"{shape} ({self.parameters / 1e6:,.2f} million parameters)"
 
 
 @dataclass(frozen=True)
@@ -79,27 +78,19 @@ class Plan:
     """A model, and its batch, steps and validations."""
 
     model: Candidate
-    step_seconds: float
+    speed: Speed
     accumulation: int
     steps: int
     tokens: float  # training tokens of the whole run
     passes: float  # over the text
+    excess: float  # tokens per parameter / the number that suits; above 1 the model is too small
     evaluations: int  # validations after the first step
     samples: int  # sequences of one validation
 
     @property
-    def excess(self) -> float:
-        """Tokens per parameter divided by the suitable number; above 1 the model is too small.
-        Repeated tokens count in full, for the reason in docs/recipe.md."""
-        return excess(
-            self.tokens * (WITH_TEACHER if self.model.student else 1), self.model.parameters
-        )
-
-
-def excess(tokens: float, parameters: float) -> float:
-    """Return tokens per parameter, divided by the number that suits a run of so many tokens."""
-    suitable = TOKENS_PER_PARAMETER * max(1, tokens / TOKENS) ** RISE
-    return tokens / parameters / min(suitable, MOST_PER_PARAMETER)
+    def seconds(self) -> float:
+        """Seconds of all steps, without validations."""
+        return self.steps * self.accumulation * self.speed.step
 
 
 def uncounted_parameters(config: LMConfig) -> int:
@@ -122,64 +113,74 @@ def shape_settings(n_layers: int, dim: int, typed: dict[str, Any]) -> dict[str, 
     return {k: typed.get(k, v) for k, v in settings.items()}
 
 
+def valid_shapes(typed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the model flags of each of SHAPES that is valid with the typed flags. Raises
+    ConfigError if none is valid."""
+    found, problems = [], []
+    for shape in SHAPES:
+        settings = shape_settings(*shape, typed)
+        try:
+            LMConfig(head_dim=typed.get("head_dim"), **settings)
+            found += [settings] if settings not in found else []
+        except ConfigError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    return found
+
+
 def choose(
     task: Task, models: list[Candidate], speed: Callable[[Candidate], Speed], first: int = 0
 ) -> Plan:
     """Return the plan whose tokens per parameter suit the run best, among models of rising size.
     The search goes from models[first] to larger or smaller models until two neighbours enclose the
-    best size, or to the end. A model for which `speed` raises TooLittleMemoryError even with one
-    sequence, and all larger ones, are left out; if this is true of the smallest, the error is
-    raised."""
-    plans: dict[int, Plan] = {}
+    best size, or to the end. If `speed` raises TooLittleMemoryError, the micro-batch is halved. A
+    model for which memory runs out even with one sequence, and all larger ones, are left out; if
+    this is true of the smallest, the error is raised."""
+    best: dict[int, Plan] = {}
     index, end = first, len(models)
-    while 0 <= index < end and index not in plans:
-        try:
-            plans[index] = plan = with_enough_memory(task, models[index], speed)
-        except TooLittleMemoryError:
-            if index == 0:
-                raise
-            end, index = index, index - 1
+    while 0 <= index < end and index not in best:
+        plans, model, error = [], models[index], None
+        while model:
+            try:
+                plan = plan_for(task, model, speed(model))
+            except TooLittleMemoryError as raised:
+                error, rows, alone = raised, model.rows // 2, model.rows_alone // 2
+                may_halve = rows and "batch_size" not in task.typed
+                model = replace(model, rows=rows, rows_alone=alone) if may_halve else None
+                continue
+            if plans and plan.steps <= plans[-1].steps:
+                break  # the last change did not help
+            plans.append(plan)
+            model = with_fewer_rows(task, plan)
+        if plans:
+            most = max(plan.tokens for plan in plans)
+            best[index] = next(plan for plan in reversed(plans) if plan.tokens >= NEARLY * most)
+            index += 1 if best[index].excess > 1 else -1
+        elif index == 0:
+            raise error
         else:
-            index += 1 if plan.excess > 1 else -1
-    return min(plans.values(), key=lambda plan: abs(math.log(plan.excess)))
+            end, index = index, index - 1
+    return min(best.values(), key=lambda plan: abs(math.log(plan.excess)))
 
 
-def with_enough_memory(task: Task, model: Candidate, speed: Callable[[Candidate], Speed]) -> Plan:
-    """Return the plan for a model, with half the rows as long as memory runs out."""
-    while True:
-        try:
-            return with_enough_steps(task, model, speed)
-        except TooLittleMemoryError:
-            if model.rows == 1 or "batch_size" in task.typed:
-                raise
-            model = replace(model, rows=model.rows // 2, rows_alone=model.rows_alone // 2)
-
-
-def with_enough_steps(task: Task, model: Candidate, speed: Callable[[Candidate], Speed]) -> Plan:
-    """Return the plan for a model. If the run would have fewer than LEAST_STEPS steps of one
-    micro-batch, its micro-batches become smaller, as long as this gives more steps."""
-    plan = plan_for(task, model, speed(model))
-    plans, fixed = [plan], {"batch_size", "max_steps", "epochs"} & task.typed.keys()
-    accumulation = task.typed.get("accumulation_steps", 1)
-    while plan.steps < LEAST_STEPS and plan.model.rows > 1 and not fixed:
-        if plan.accumulation > accumulation:
-            break  # more steps need less accumulation, not smaller micro-batches
-        fewer = replace(plan.model, rows=max(1, plan.model.rows * plan.steps // LEAST_STEPS))
-        plan = plan_for(task, fewer, speed(fewer))
-        if plan.steps <= plans[-1].steps:
-            break
-        plans.append(plan)
-    most = max(plan.tokens for plan in plans)
-    return next(plan for plan in reversed(plans) if plan.tokens >= NEARLY * most)
+def with_fewer_rows(task: Task, plan: Plan) -> Candidate | None:
+    """Return the model of a plan that has fewer than LEAST_STEPS steps of one micro-batch, with a
+    smaller micro-batch. Return None if the steps are enough, or the rows cannot change."""
+    rows, typed = plan.model.rows, task.typed
+    if task.steps_are_typed or "batch_size" in typed or plan.steps >= LEAST_STEPS or rows == 1:
+        return None
+    if plan.accumulation > typed.get("accumulation_steps", 1):
+        return None  # more steps need less accumulation, not smaller micro-batches
+    return replace(plan.model, rows=max(1, rows * plan.steps // LEAST_STEPS))
 
 
 def plan_for(task: Task, model: Candidate, speed: Speed) -> Plan:
     """Return the plan for a model of this speed, with at least one step."""
     typed, together = task.typed, model.rows * model.length * task.processes  # tokens
-    sample_seconds = speed.sample / task.processes
-    evaluations, samples = validations(task, sample_seconds)
-    left = task.seconds - (evaluations + task.validates_first) * samples * sample_seconds
-    affordable = max(0, left) / speed.micro_batch * together  # tokens
+    evaluations, samples = validations(task, model, speed)
+    validating = (evaluations + task.validates_first) * samples * speed.sample / task.processes
+    affordable = max(0, task.seconds - validating) / speed.step * together  # tokens
     wanted = max(together, min(affordable, task.most_passes * task.tokens))
     batch = min(BATCH * max(1, wanted / BATCH_UNTIL) ** BATCH_RISE, wanted / LEAST_STEPS)
     accumulation = typed.get("accumulation_steps", max(1, round(batch / together)))
@@ -190,26 +191,40 @@ def plan_for(task: Task, model: Candidate, speed: Speed) -> Plan:
     else:
         steps = max(1, int(wanted / together / accumulation))
     tokens = steps * accumulation * together
+    # Repeated tokens count in full, for the reason in docs/recipe.md.
+    worth = tokens * (WITH_TEACHER if task.has_teacher else 1)
+    suitable = min(TOKENS_PER_PARAMETER * max(1, worth / TOKENS) ** RISE, MOST_PER_PARAMETER)
     return Plan(
         model=model,
-        step_seconds=speed.micro_batch * accumulation,
+        speed=speed,
         accumulation=accumulation,
         steps=steps,
         tokens=tokens,
         passes=tokens / task.tokens,
-        evaluations=evaluations,
+        excess=worth / model.counted / suitable,
+        evaluations=math.ceil(evaluations),
         samples=samples,
     )
 
 
-def validations(task: Task, sample_seconds: float) -> tuple[int, int]:
+def validations(task: Task, model: Candidate, speed: Speed) -> tuple[float, int]:
     """Return the number of validations after the first step, and the sequences of each, for which
     VALIDATION_SHARE of the time suffices. Where flags decide the steps, the time does not."""
-    if not task.samples or {"max_steps", "epochs"} & task.typed.keys():
+    if not task.samples or task.steps_are_typed:
         return EVALUATIONS, task.samples
     typed, first = "eval_samples" in task.typed, int(task.validates_first)
     least = task.samples if typed else min(task.samples, LEAST_SAMPLES)
+    sample_seconds = speed.sample / task.processes
     affordable = int(VALIDATION_SHARE * max(0, task.seconds) / max(sample_seconds, 1e-9))
-    evaluations = max(1, min(EVALUATIONS, affordable // least - first))
-    most = task.samples if typed else affordable // (evaluations + first)
-    return evaluations, max(1, min(task.samples, most))
+    interval = task.typed.get("eval_interval")
+    if interval is None:
+        evaluations = max(1, min(EVALUATIONS, affordable // least - first))
+    else:  # 0: only at the end
+        steps = plan_for(replace(task, samples=0), model, speed).steps
+        evaluations = steps / min(interval or steps, steps)
+    most = task.samples if typed else int(affordable / (evaluations + first))
+    samples = max(1, min(task.samples, most))
+    if interval:  # validations take time from the steps, so that there are fewer of both
+        share = evaluations * samples * sample_seconds / max(task.seconds, 1e-9)
+        evaluations /= 1 + share
+    return evaluations, samples

@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from itertools import count
@@ -33,10 +33,13 @@ QUIET = {"log_with": "none", "max_steps": 10**9, "save_interval": 0, "save_minut
 QUIET |= {"profile": False, "warmup_steps": None, "accumulation_steps": 1}
 
 
-class Measured(NamedTuple):
-    step: float  # seconds of a step with one micro-batch
-    sample: float  # seconds of one sequence in a validation; 0 without validation data
-    threads: int | None  # the fastest number of CPU threads; None: there was no choice
+class Speed(NamedTuple):
+    """The seconds that one process needs for a model."""
+
+    step: float  # of a step with one micro-batch
+    sample: float  # of one sequence in a validation; 0 without validation data
+    threads: int | None = None  # the fastest number of CPU threads; None: there was no choice
+    measured: bool = True  # False: assumed
 
 
 class TimedRun(Run):
@@ -121,11 +124,16 @@ class TimedRun(Run):
 
 
 def measure(
-    kind: type[TrainingArguments], flags: dict, threads: tuple[int, ...], seconds: float
-) -> Measured:
-    """Run a training program in this process alone and return the times of its steps, with the best
-    of these numbers of CPU `threads`; (): `set_up` decides. The run folder is deleted. If steps
-    would take longer than about `seconds`, steps of fewer sequences are measured and scaled up.
+    train: Callable[[Run], None],
+    arguments: type[TrainingArguments],
+    flags: dict,
+    threads: tuple[int, ...],
+    seconds: float,
+) -> Speed:
+    """Run the loop of a training program in this process alone and return the times of its steps,
+    with the best of these numbers of CPU `threads`; (): `set_up` decides. The run folder is
+    deleted. If steps would take longer than about `seconds`, steps of fewer sequences are measured
+    and scaled up.
 
     Raises UsageError or ConfigError if the flags cannot work, TooLittleMemoryError if memory ran
     out."""
@@ -134,20 +142,20 @@ def measure(
     gc.collect()
     gc.collect()
     with (
-        notebook_process([kind.program]),
+        notebook_process([arguments.program]),
         tempfile.TemporaryDirectory() as folder,
         redirect_stdout(io.StringIO()),
     ):
         os.environ["WORLD_SIZE"] = "1"
-        args, settings = as_arguments(flags | QUIET | {"out_dir": folder}, kind)
+        args, settings = as_arguments(flags | QUIET | {"out_dir": folder}, arguments)
         with one_line_failures(args, settings):
             run = set_up(args, settings, partial(TimedRun, threads=threads, seconds=seconds))
             handle(SIGNALS, signal.SIG_DFL)  # a signal ends the measurement at once
             try:
-                importlib.import_module(kind.program.removesuffix(".py")).train(run)
+                train(run)
             finally:
                 if run.engine.deepspeed is not None:
                     # Else DeepSpeed's hooks keep the weights. Under ZeRO-3 a cache of it does, too.
                     run.model.destroy()
                     importlib.import_module("deepspeed.comm").destroy_process_group()
-    return Measured(run.times[run.best], run.sample_seconds, run.best)
+    return Speed(run.times[run.best], run.sample_seconds, run.best)

@@ -2,6 +2,7 @@
 resumed run equals an uninterrupted run to the bit."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,16 @@ def teacher(packed, tmp_path_factory) -> Path:
     model = opinionated(400, SHAPE["max_seq_len"])
     model.norm.weight.data.fill_(2.0)
     return save_model(tmp_path_factory.mktemp("teacher") / "weights", model, packed)
+
+
+@pytest.fixture(scope="module")
+def teacher_of(packed, teacher, tmp_path_factory):
+    """Returns the teacher's weights for a pair in PAIRS: `teacher`, or a model with experts."""
+    torch.manual_seed(3)
+    model = Transformer(LMConfig(**SHAPE, vocab_size=400, use_moe=True, num_experts_per_tok=2))
+    model.tok_embeddings.weight.data.mul_(10)
+    experts = save_model(tmp_path_factory.mktemp("experts") / "weights", model, packed)
+    return lambda name: experts if PAIRS[name][-1] == "experts" else teacher
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +106,13 @@ PAIRS = {
     "DDP and ZeRO-3, reverse": ("ddp", "divided", 2, 2, "reverse"),
     "ZeRO-2 and a whole teacher": ("zero2", None, 4, 1, ""),
     "ZeRO-3 twice": ("configs/zero3.yaml", "divided", 4, 1, ""),
-    "ZeRO-2 and ZeRO-3, experts": ("zero2", "divided", 2, 2, "experts"),  # of the student
+    "ZeRO-2 and ZeRO-3, both with experts": ("zero2", "divided", 2, 2, "experts"),
 }
 IN_BF16 = "--dtype bfloat16 --dropout 0.1 --log_interval 4 --save_interval 3 --max_steps 6"
 
 
 @pytest.fixture(scope="module")
-def distil(packed, conversations, teacher, tmp_path_factory):
+def distil(packed, conversations, teacher_of, tmp_path_factory):
     """Trains the student of a pair in PAIRS on two processes, by default in a new folder."""
     folder = tmp_path_factory.mktemp("pairs")
     file = json.loads((REPOSITORY / "configs" / "zero3_inference.json").read_text())
@@ -112,7 +123,7 @@ def distil(packed, conversations, teacher, tmp_path_factory):
 
     def distil(name: str, path: Path | None = None, more: str = "") -> Trained:
         student, config, batch_size, accumulation, what = PAIRS[name]
-        flags = f"{FLAGS} --teacher {teacher} --batch_size {batch_size} {more}"
+        flags = f"{FLAGS} --teacher {teacher_of(name)} --batch_size {batch_size} {more}"
         flags += f" --accumulation_steps {accumulation}"
         flags += f" --teacher_config {folder / config}.json" if config else ""
         flags += {"reverse": " --kl reverse", "experts": " --use_moe"}.get(what, "")
@@ -124,7 +135,7 @@ def distil(packed, conversations, teacher, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(packed, conversations, teacher) -> dict[str, list[dict]]:
+def expected(packed, conversations, teacher, teacher_of) -> dict[str, list[dict]]:
     model, seq_len = load_portable(teacher), SHAPE["max_seq_len"]
     text = PackedDataset(packed, "train", seq_len)
     answers = ConversationRows(conversations, "train", seq_len)
@@ -132,7 +143,7 @@ def expected(packed, conversations, teacher) -> dict[str, list[dict]]:
         "": by_hand(text, model),
         "reverse": by_hand(text, model, "reverse"),
         "answers": by_hand(answers, model),
-        "experts": by_hand(text, model, use_moe=True),
+        "experts": by_hand(text, load_portable(teacher_of([*PAIRS][-1])), use_moe=True),
     }
 
 
@@ -143,11 +154,12 @@ def assert_the_same(run: Trained, expected: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_losses_equal_those_of_a_plain_loop(distil, expected, name):
+def test_losses_equal_those_of_a_plain_loop(distil, teacher_of, expected, name):
     run = distil(name)
     assert_the_same(run, expected[PAIRS[name][-1]])
-    where = "ZeRO-3" if PAIRS[name][1] else "whole on each process"
-    assert run.said("teacher").endswith(where)
+    held = re.search(r"teacher: .*?([\d.]+) MB of weights per process", run.out)[1]
+    size = sum(4 * p.numel() for p in load_portable(teacher_of(name)).parameters())
+    assert float(held) == pytest.approx(size / 1e6 / (2 if PAIRS[name][1] else 1), abs=0.051)
 
 
 def test_a_resumed_run_is_equal_to_the_bit(distil, tmp_path):
@@ -170,6 +182,7 @@ def test_one_process_equals_a_plain_loop_and_saves_the_student(packed, expected,
     row = distilled.rows()[-1]
     said = "  ".join(f"{name} {row[name]:.4f}" for name in PARTS)
     assert f"step {STEPS}/{STEPS}  {said}  lr " in distilled.out
+    (line,) = [line for line in distilled.out.splitlines() if " teacher: " in line]
     n = sum(p.numel() for p in load_portable(teacher).parameters())
-    said = distilled.said("teacher")
-    assert said.startswith(f"{teacher}: {n / 1e6:.2f} million (dim 32, 2 layers")
+    assert f"{teacher}: {n / 1e6:.2f} million (dim 32, 2 layers" in line
+    assert line.endswith(f"whole on each process, {4 * n / 1e6:.1f} MB of weights per process")

@@ -1,0 +1,197 @@
+"""The models that a run may train on this machine: their flags, memory and speed."""
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lm.common.numbers import available_cores, rounded
+from lm.engine.deepspeed_config import file_of
+from lm.engine.engine import deepspeed_plugin, set_launch_variables
+from lm.engine.hardware import available_memory, peak_flops, user_sets_threads
+from lm.engine.memory import largest_batch
+from lm.engine.strategy import strategy_of
+from lm.launch import recipe
+from lm.launch.optimizer_flags import SAMPLED_SHARE, loss_flags, optimizer_flags
+from lm.launch.recipe import Candidate
+from lm.launch.shell_variables import ShellVariables
+from lm.training.arguments import as_arguments
+from lm.training.inputs import find_inputs, shapes_of
+from lm.training.measurement import Speed, measure
+from lm.training.schedule import fine_tuning_rate
+from model import Transformer
+
+GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
+STUDENT_SHARE = 0.7  # a student has at most this share of the teacher's parameters, if possible
+MEASURING_SHARE, MOST_MEASURING = 0.2, 60  # share of the time for measuring; at most so many s
+# Assumed FLOP/s of a CPU core, peak FLOP/s of an unknown GPU, share of the peak that a GPU reaches.
+CORE_FLOPS, GPU_PEAK, GPU_SHARE = 5e10, 1e14, 0.3
+FORWARD_SHARE = 1 / 3  # of the time of a training step; assumed for validation
+
+
+class Candidates:
+    """The models from which a new run chooses, with the data of the run. Their speed is measured,
+    or assumed. `typed` are the flags that the user typed, and those that preflight has added.
+    Raises UsageError or ConfigError if the run cannot work."""
+
+    def __init__(self, request: ShellVariables, typed: dict[str, Any]):
+        self.request, self.typed, self.processes = request, typed, request.processes
+        shape = {}  # that of existing weights, or the first valid shape, until one is chosen
+        if request.stage != "sft" and not typed.get("init_from"):
+            shape = recipe.valid_shapes(typed)[0]
+        if request.stage == "distill":
+            shape.pop("max_seq_len", None)  # the teacher decides the length
+        args, model_settings = as_arguments(typed | shape, request.arguments)
+        set_launch_variables(args)
+        os.environ["WORLD_SIZE"] = str(self.processes)
+        has_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+        deepspeed = deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
+        self.strategy = strategy_of(deepspeed)
+        self.inputs = inputs = find_inputs(args, model_settings, None, self.processes)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.fixed = inputs.source is not None  # existing weights decide the shape
+        self.muon = self.strategy.takes_muon and typed.get("optimizer") != "adamw"
+        # The numbers of threads of a process to choose from; (): there is no choice.
+        self.thread_counts: tuple[int, ...] = ()
+        if self.device.type == "cpu" and not ("threads" in typed or user_sets_threads()):
+            cores = max(1, available_cores() // self.processes)
+            counts = (cores, max(1, cores - 1), max(1, cores // 2))
+            self.thread_counts = tuple(dict.fromkeys(counts))
+        self.seconds = min(MEASURING_SHARE * 60 * request.minutes, MOST_MEASURING)
+        self.until = time.time() + self.seconds  # measuring ends
+        self.known: dict[tuple, Speed] = {}  # measured without compilation: by name and rows
+        self.latest: tuple[Candidate, Speed] | None = None  # measured without compilation
+        self.taken = 0.0  # seconds of the last measurement; 0: none, or memory ran out
+
+    def models(self) -> list[Candidate]:
+        """Return the models to choose from, smallest first. A model that does not fit into memory
+        is left out; if none fits, the smallest is returned with a micro-batch of one sequence."""
+        shapes = [{}]  # the shape of existing weights
+        typed, teacher = self.typed, self.inputs.teacher
+        if not self.fixed:
+            if self.inputs.train_set.segmentations > 1:  # a small text, read many times
+                typed = {"tie_embeddings": True} | typed
+            if teacher:
+                typed = typed | {"max_seq_len": self.inputs.config.max_seq_len}
+            shapes = recipe.valid_shapes(typed)
+        models = [self.candidate(shape) for shape in shapes]
+        if teacher and not self.fixed:
+            most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)
+            models = [model for model in models if model.parameters <= most] or models[:1]
+        fitting = [model for model in models if model.rows]
+        return fitting or [replace(models[0], rows=self.typed.get("batch_size", 1))]
+
+    def candidate(self, settings: dict[str, Any]) -> Candidate:
+        """Return the model of a shape ({}: of `inputs`). Its micro-batch fits the device, or is
+        empty if the model does not fit."""
+        data, teacher, config = self.inputs.train_set, self.inputs.teacher, self.inputs.config
+        if settings:
+            derived = ("head_dim", "hidden_dim", "moe_hidden_dim")
+            config = replace(config, **{x: self.typed.get(x) for x in derived} | settings)
+        shapes = shapes_of(config, self.inputs.args)
+        length = config.max_seq_len if data.lengths is None else data.tokens_per_sample
+        tokens = GPU_TOKENS if self.device.type == "cuda" else recipe.BATCH / self.processes
+        fitting = self.largest_rows(shapes, self.processes)
+        rows = self.typed.get("batch_size", min(max(1, round(tokens / length)), fitting))
+        rows = rows if rows <= fitting else 0
+        if self.request.machines > 1 and "batch_size" not in self.typed:
+            rows = rows and 1 << (rows.bit_length() - 1)  # free memory may differ a little
+        parameters, flops = shapes.num_parameters(active=True), shapes.flops_per_token(length)
+        if teacher:  # a step includes its forward pass
+            flops += teacher.shapes.flops_per_token(length) / 3
+        model = Candidate(
+            settings=settings or {"n_layers": config.n_layers, "dim": config.dim},
+            parameters=parameters,
+            counted=parameters - recipe.uncounted_parameters(config),
+            flops=flops,
+            length=length,
+            rows=rows,
+            rows_alone=self.largest_rows(shapes, 1) if self.processes > 1 else rows,
+        )
+        if (self.flags(model) | self.typed).get("sampled_softmax", 1) > 1:
+            output = 6 * config.dim * config.vocab_size
+            model = replace(model, flops=flops - (1 - SAMPLED_SHARE) * output)
+        return model
+
+    def largest_rows(self, shapes: Transformer, processes: int) -> int:
+        """Return how many sequences a micro-batch may have, so that each of `processes` has enough
+        memory to train a model without compilation; 0 if it cannot train the model."""
+        work = replace(self.inputs.workload(processes, self.device, False), shapes=shapes)
+        # With accumulation, DDP needs buckets beside the gradients.
+        work = replace(work, args=replace(work.args, accumulation_steps=2))
+        n_gpus = min(self.processes, torch.cuda.device_count()) if not work.on_cpu else 0
+        devices = [torch.device("cuda", i) for i in range(n_gpus)] or [self.device]
+        free = min(available_memory(device, self.processes) for device in devices)
+        return largest_batch(self.strategy, work, free)
+
+    def flags(
+        self, model: Candidate, batch: float = recipe.BATCH, passes: float = 1
+    ) -> dict[str, Any]:
+        """Return the flags of shape, loss and optimizer, for steps of `batch` tokens and so many
+        `passes` over the data. Existing weights decide the shape. A student compares the teacher's
+        whole vocabulary."""
+        if self.fixed:
+            return {"learning_rate": fine_tuning_rate(model.settings["dim"])}
+        pieces = 0 if self.inputs.teacher else self.inputs.config.vocab_size
+        flags = loss_flags(model, pieces, self.device.type == "cuda")
+        # Noise is for text in several segmentations. 0.1 was measured at 15 passes; less for fewer
+        # passes is assumed. Data of older versions mix the segmentations.
+        if self.inputs.train_set.n_first and not self.inputs.teacher:
+            flags["token_noise"] = rounded(min(0.1, passes / 150))
+        return model.settings | flags | optimizer_flags(model, self.muon, batch, passes)
+
+    def assumed(self, model: Candidate) -> Speed:
+        """Return the speed in proportion to that of the last model that was measured, or at an
+        assumed number of FLOP/s."""
+        work = model.rows * model.length * model.flops  # FLOPs of a step
+        if self.latest:
+            other, speed = self.latest
+            scale = work / (other.rows * other.length * other.flops)
+            sample = speed.sample * scale * other.rows / model.rows
+            return Speed(speed.step * scale, sample, speed.threads, measured=False)
+        flops = CORE_FLOPS * available_cores() * self.request.machines / self.processes
+        if self.device.type == "cuda":
+            precision = self.inputs.args.matrix_precision
+            peak = peak_flops(torch.cuda.get_device_name(), precision) or GPU_PEAK
+            flops = peak * GPU_SHARE
+        step = work / flops
+        return Speed(step, FORWARD_SHARE * step / model.rows, measured=False)
+
+    def measured(
+        self, model: Candidate, threads: int | None = None, compiled: bool = False
+    ) -> Speed:
+        """Measure the speed in this process alone, with so many `threads` or the fastest number. If
+        the time for measuring is over, or if this process has too little memory, return the assumed
+        speed. If it has memory for fewer sequences than each process of the run, the time is scaled
+        up. Raises errors as lm.training.measurement.measure does."""
+        case, begun, rows = (model.name, model.rows), time.time(), min(model.rows, model.rows_alone)
+        if not compiled:
+            if case in self.known:
+                return self.known[case]
+            if not rows or (self.taken and begun + self.taken > self.until):
+                return self.assumed(model)
+        flags = self.flags_of_run(model) | {"batch_size": rows}
+        flags |= {"compile": "on" if compiled else "off"}
+        counts = (threads,) if threads else self.thread_counts
+        self.taken = 0.0  # if memory runs out, fewer sequences are measured whatever the time
+        speed = measure(self.request.train, self.request.arguments, flags, counts, self.seconds)
+        speed = speed._replace(step=speed.step * model.rows / rows)
+        if not compiled:
+            self.known[case], self.latest = speed, (model, speed)
+            self.taken = time.time() - begun
+        return speed
+
+    def flags_of_run(self, model: Candidate) -> dict[str, Any]:
+        """Return all flags of a run that trains the model."""
+        args, source = self.inputs.args, self.inputs.source
+        flags = self.flags(model) | self.typed | {"data": args.data, "resume": None}
+        flags.pop("conversations", None)  # they are prepared: --data
+        if args.teacher:
+            flags["teacher"] = args.teacher
+        if source:
+            flags["init_from"] = str(source.path)
+        if (file := file_of(args.deepspeed)) != "none":
+            flags["deepspeed"] = file
+        return flags
