@@ -140,7 +140,7 @@ class Run:
             yield step
 
     def begin(self, step: int) -> None:
-        """Set a step's learning rate."""
+        """Set a step's learning rate. If ZeRO-2 reduces once per step, it waits for `update`."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step) * group["lr_factor"]
         if self.engine.coalesces:
