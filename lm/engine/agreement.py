@@ -16,9 +16,8 @@ Answer = TypeVar("Answer")
 def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answer:
     """Call `decide` on the main process and return its answer on every process.
     Every process must call this. Raises the UsageError or ConfigError that `decide` raised."""
-    if engine is None or engine.cpu_group is None:
-        return decide()
-    mine = _tried(decide) if engine.is_main else None  # (answer, error)
+    is_main = engine is None or engine.is_main
+    mine = _tried(decide) if is_main else None  # (answer, error)
     (answer, error), _ = _gather(engine, mine)[0]
     if error:
         raise error
@@ -29,8 +28,6 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
     """Call `attempt` on every process; return the answer of this process.
     Every process must call this. Raises the UsageError or ConfigError that `attempt` raised on at
     least one process. The message names the ranks that failed, unless all failed."""
-    if engine is None or engine.cpu_group is None:
-        return attempt()
     answer, error = _tried(attempt)
     everyone = _gather(engine, error)
     errors = [error for error, _ in everyone if error]
@@ -55,8 +52,6 @@ def _tried(attempt: Callable[[], Answer]) -> tuple[Answer | None, Exception | No
 
 def require_the_same(engine: Engine, facts: dict) -> None:
     """Raise UsageError if facts of a process differ from rank 0's. Every process must call this."""
-    if engine.cpu_group is None:
-        return
     everyone = _gather(engine, facts)
     main, _ = everyone[0]
     for rank, (other, host) in enumerate(everyone):
@@ -67,9 +62,11 @@ def require_the_same(engine: Engine, facts: dict) -> None:
             raise UsageError(f"rank {rank} on {host} has {', '.join(theirs)}: {remedy}")
 
 
-def _gather(engine: Engine, mine) -> list[tuple]:
+def _gather(engine: Engine | None, mine) -> list[tuple]:
     """Return (`mine`, host name) of every process, ordered by rank."""
-    everyone = [None] * engine.processes
     pair = (mine, socket.gethostname())
+    if engine is None or engine.cpu_group is None:  # a single process
+        return [pair]
+    everyone = [None] * engine.processes
     torch.distributed.all_gather_object(everyone, pair, group=engine.cpu_group)
     return everyone
