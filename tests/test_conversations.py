@@ -27,7 +27,6 @@ PARTS = [{"type": "text", "text": " 1 + "}, {"type": "text", "text": "1?\n", "in
 LONGER = [*DICTS, {"role": "user", "content": "And 2 + 2?"}]
 OF_LONGER = [turn._replace(has_weight=False) for turn in [*TURNS, Turn("user", "And 2 + 2?")]]
 UNCOUNTED = TURNS[2]._replace(has_weight=False)
-MINIMIND = ("reasoning_content", "tools", "tool_calls")
 FOUR = {"role": "assistant", "content": "4"}
 FORMS = {
     "MiniMind": ({"conversations": DICTS}, TURNS),
@@ -49,7 +48,6 @@ FORMS = {
         {"messages": [DICTS[0], {"role": "user", "content": PARTS}, DICTS[2] | {"name": "bot"}]},
         TURNS,
     ),
-    "TRL's lists": ({"prompt": DICTS[:2], "completion": DICTS[2:]}, [*OF_LONGER[:2], TURNS[2]]),
     "TRL's lists, with an answer in the prompt": (
         {"prompt": LONGER, "completion": [FOUR], "chat_template_kwargs": {}},
         [*OF_LONGER, Turn("assistant", "4")],
@@ -76,10 +74,6 @@ FORMS = {
     "reasoning": (
         {"conversations": [DICTS[1], DICTS[2] | {"reasoning_content": "\n1 + 1\nis 2\n"}]},
         [TURNS[1], Turn("assistant", "<think>\n1 + 1\nis 2\n</think>\n\n 2 ")],
-    ),
-    "MiniMind's keys without values": (
-        {"conversations": [turn | dict.fromkeys(MINIMIND, "") for turn in DICTS]},
-        TURNS,
     ),
     "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ADDITION[1]]),
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
@@ -115,11 +109,6 @@ def test_keys_that_are_not_read_are_returned_unless_they_are_empty():
 CHANGE_TRAINING = {  # a row, and the key that is refused
     "MiniMind's tools": ({"messages": [DICTS[0] | {"tools": "[{}]"}, *DICTS[1:]]}, "tools"),
     "tools beside the list": ({"messages": DICTS, "tools": [{"name": "f"}]}, "tools"),
-    "OpenAI's call of a tool": (
-        {"messages": [DICTS[1], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
-        "tool_calls",
-    ),
-    "pictures": (PAIR | {"images": ["a.png"]}, "images"),
     "reasoning of a user": (
         {"messages": [DICTS[1] | {"reasoning_content": "why"}, DICTS[2]]},
         "reasoning_content",
@@ -134,7 +123,6 @@ CHANGE_TRAINING = {  # a row, and the key that is refused
     ),
     "a mask of the row": (PAIR | {"train": False}, "train"),
     "an answer that TRL's KTO calls bad": (PAIR | {"label": False}, "label"),
-    "history": ({"instruction": "1?", "output": "2", "history": [["a", "b"]]}, "history"),
 }
 WRONG = {
     **{
@@ -152,16 +140,13 @@ WRONG = {
         {"conversations": FROM_VALUE[2:]},
         "turn 1 has the role 'assistant' instead of system or user",
     ),
-    "a tool": (messages("user", "tool"), "turn 2 has the role 'tool' instead of assistant"),
     "an unknown role": (messages("user", "robot"), "turn 2 has the role 'robot' instead of"),
     "a role that is a list": ({"messages": [{"role": [], "content": ""}]}, "expected a list of"),
-    "a system message later": (messages("user", "system"), "turn 2 has the role 'system' instead"),
     "a weight of a half": ({"messages": [DICTS[0] | {"weight": 0.5}]}, '"weight": 0 or 1'),
     "no answer that counts": (
         {"messages": [*DICTS[:2], DICTS[2] | {"weight": 0}]},
         "no answer of the assistant counts in the loss",
     ),
-    "no answer": (messages("system", "user"), "no answer of the assistant counts"),
     "an empty answer": ({"prompt": "a", "response": " \n"}, "turn 2 is an empty answer"),
     "a picture": (
         {"messages": [{"role": "user", "content": [*PARTS, {"type": "image"}]}]},
