@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lm.engine.partition import Partition, partitions
+from lm.engine.whole_tensors import Partition, partitions
 
 SHAPES = [(4, 6), (3, 3), (8, 2), (5,), (7, 1)]
 

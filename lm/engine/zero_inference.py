@@ -11,7 +11,7 @@ import torch
 from lm.common.errors import UsageError
 from lm.engine import deepspeed_config
 from lm.engine.hardware import default_dtype
-from lm.engine.partition import gathered
+from lm.engine.whole_tensors import gathered
 from lm.storage.weights import WeightsFolder
 from model import Transformer
 

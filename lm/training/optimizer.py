@@ -18,8 +18,7 @@ from torch.nn.functional import normalize
 from lm.engine.deepspeed_config import ADAM_EPS
 from lm.engine.engine import Engine
 from lm.engine.hardware import has_bf16
-from lm.engine.partition import Partition, partitions, shape_of
-from lm.engine.whole_tensors import state_of
+from lm.engine.whole_tensors import Partition, partitions, shape_of, state_of
 from lm.training.arguments import TrainingArguments
 
 # Coefficients (a, b, c) of each iteration of `orthogonalize`. Five iterations move every singular

@@ -11,7 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from lm.engine.deepspeed_setup import launch_fewer_kernels
-from lm.engine.partition import gathered
+from lm.engine.whole_tensors import gathered
 
 CONFIG = json.loads((Path(__file__).parents[2] / "configs/fp16.json").read_text(encoding="utf-8"))
 
