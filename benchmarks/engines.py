@@ -43,7 +43,6 @@ from lm.engine.engine import exit_rank
 from lm.engine.hardware import GIB, peak_memory_bytes
 from lm.engine.plan import Network, step_time
 from lm.engine.strategy import DDP, FILES
-from model import ConfigError
 
 PROGRAM = "benchmarks.engines"
 ENGINES = [DDP.config, *FILES]
@@ -60,7 +59,7 @@ OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"',
 
 def main(argv: list[str] | None = None) -> None:
     stop_in_order()
-    with one_line_errors(PROGRAM, UsageError, ConfigError):
+    with one_line_errors(PROGRAM, UsageError):
         options, work = parse_options(argv)
         adopt_orphans()
         rows = []
@@ -73,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
-    """Return the flags and the work. Raises UsageError or ConfigError for wrong flags or text."""
+    """Return the flags and the work. Raises UsageError for wrong flags or text."""
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     processes = torch.cuda.device_count() or 2
@@ -89,9 +88,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     add("--data", default=DATA, help="folder of prepared text")
     options = parser.parse_args(argv)
     given = {name: getattr(options, name) for name in (*shape, "dtype")}
-    work = Work(**given, seq_len=options.max_seq_len)
-    _ = work.config  # raises ConfigError for an invalid shape
-    return options, work.on(options.data)
+    return options, Work(**given, seq_len=options.max_seq_len).on(options.data)
 
 
 def counts_traffic() -> bool:

@@ -6,7 +6,6 @@ greedily with the same untrained weights, and take turns in one process.
 On a GPU this project is also measured without CUDA graphs (`lm.inference.decoder.record`).
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +33,13 @@ PROMPT_TOKENS, NEW_TOKENS = 16, 128
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError):
-        args = parse_options(argv)
+        parser = new_parser(PROGRAM, __doc__)
+        add = parser.add_argument
+        add("--sizes", nargs="+", choices=SIZES, default=["3m", "26m"])
+        add("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+        add("--batch_sizes", type=int, nargs="+", default=[1, 8], help="prompts continued together")
+        add("--rounds", type=int, default=5, help="turns of each contender")
+        args = parser.parse_args(argv)
         print(heading(PROGRAM, argv))
         print(f"\n{PROMPT_TOKENS} tokens of prompt, {NEW_TOKENS} new tokens, greedy\n", flush=True)
         rows = []
@@ -44,16 +49,6 @@ def main(argv: list[str] | None = None) -> None:
             row = {"model": size, "precision": dtype, "prompts": batch_size}
             rows.append(row | measure(runs, batch_size, args.rounds))
             print(*table(rows).splitlines()[-1 if len(rows) > 1 else 0 :], sep="\n", flush=True)
-
-
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = new_parser(PROGRAM, __doc__)
-    add = parser.add_argument
-    add("--sizes", nargs="+", choices=SIZES, default=["3m", "26m"])
-    add("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
-    add("--batch_sizes", type=int, nargs="+", default=[1, 8], help="prompts continued together")
-    add("--rounds", type=int, default=5, help="turns of each contender")
-    return parser.parse_args(argv)
 
 
 def untrained(size: str) -> Transformer:

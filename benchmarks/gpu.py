@@ -7,8 +7,7 @@ time limit. The folder $OUT (default: out/benchmarks/gpu) has these files:
 - traces.zip: traces of the last micro-batch and the update of a step, for https://ui.perfetto.dev;
 - log.txt: the output of all parts.
 
-Only parts import torch, so the report is written even if torch hangs. If tests fail, the
-measurements mean nothing.
+Only parts import torch, so the report is written even if torch hangs.
 """
 
 import os
@@ -23,7 +22,6 @@ from typing import NamedTuple
 from benchmarks import REPOSITORY
 from benchmarks.cli import heading, new_parser, say
 from benchmarks.processes import adopt_orphans, end_all
-from lm.common.atomic import write_whole
 from lm.common.errors import stop_in_order
 
 PROGRAM = "benchmarks.gpu"
@@ -106,8 +104,7 @@ def all_parts(out: Path, tiny: bool) -> list[Part]:
 
 
 def start(tiny: bool) -> None:
-    """Describe the machine; load the libraries, so that later parts find them in the file cache;
-    prepare the text. Without a GPU, exit with an error, unless `tiny`."""
+    """Describe the machine; prepare the text. Without a GPU, exit with an error, unless `tiny`."""
     import torch
 
     from benchmarks.work import DATA, SIZES
@@ -116,8 +113,6 @@ def start(tiny: bool) -> None:
     print(heading(PROGRAM, ["--tiny"] if tiny else []), TINY if tiny else "", sep="\n\n")
     if others := differences(REPOSITORY / "requirements.txt"):
         print(f"\nOther versions than in requirements.txt: {others}.")
-    with suppress(ImportError):
-        import deepspeed  # noqa: F401
     SIZES["test"].on(DATA)
     if not (tiny or torch.cuda.is_available()):
         sys.exit("there is no GPU; --tiny rehearses without one")
@@ -145,42 +140,31 @@ def run_part(part: Part, seconds: float, out: Path) -> str:
     """Run a part for at most `seconds` (0: not at all), kill its processes when it ends, and add
     its section to the report. Return its result."""
     result, began = "stopped" if seconds else "left out", time.monotonic()
-    with open(out / LOG, "a+b") as log:
+    with open(out / LOG, "a+b") as log, open(out / REPORT, "a", encoding="utf-8") as report:
         log.write(f"\n# {part.name}: {' '.join(part.command)}\n".encode())
         log.flush()
         first = log.tell()
         try:  # whatever ends the part, even a signal, leaves a result
             if seconds:
-                result = wait(started(part.command, log), seconds)
+                result = wait(part.command, log, seconds)
         finally:
             end_all()
             if result in (LATE, "stopped"):  # a killed compiler leaves unfinished files
                 shutil.rmtree(COMPILED, ignore_errors=True)
             log.seek(first)
             said = log.read().decode(errors="replace").splitlines()[-QUOTED:]
-            earlier = out / REPORT
-            report = earlier.read_text(encoding="utf-8") if earlier.exists() else ""
             title = f"## {part.name}: {result}, {time.monotonic() - began:.0f} s"
-            write_whole(out / REPORT, "\n".join([report + title, "", *said, "", ""]))
+            print(title, "", *said, "", sep="\n", file=report)
     return result
 
 
-def started(command: list[str], log) -> subprocess.Popen:
-    """Start a command; its output goes into the file `log`."""
+def wait(command: list[str], log, seconds: float) -> str:
+    """Run a command for at most `seconds`, then ask it to end; its output goes into the file `log`.
+    Return the result."""
     search = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
     ours = {"PYTHONPATH": search, "TORCHINDUCTOR_CACHE_DIR": str(COMPILED), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | ours,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-    )
-
-
-def wait(process: subprocess.Popen, seconds: float) -> str:
-    """Wait for a process for at most `seconds`; then ask it to end. Return the result."""
+    files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | ours, **files)
     with suppress(subprocess.TimeoutExpired):
         code = process.wait(seconds)
         return PASSED if code == 0 else f"failed, exit code {code}"

@@ -1,5 +1,5 @@
 """Compare bits per byte of held-out documents after the same time: this project's first command,
-nanoGPT and MiniMind.
+nanoGPT and MiniMind (which needs the packages requests and datasets).
 
     python -m benchmarks.head_to_head --data poems.jsonl --nanogpt ../nanoGPT --minimind ../minimind
 
@@ -74,8 +74,6 @@ def main(argv: list[str] | None = None) -> None:
         add("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
         add("--minimind", type=Path, required=True, help="a checkout of MiniMind")
         add("--minutes", type=int, default=4, help="MINUTES for run_accelerate.sh")
-        peers = "a Python that also has requests and datasets (default: the present one)"
-        add("--peer_python", type=Path, default=Path(sys.executable), help=peers)
         args = parser.parse_args(argv)
         train, held_out = split(args.data)
         adopt_orphans()
@@ -85,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         shutil.copytree(args.minimind, OUT / "minimind", ignore=earlier)
         lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in train)
         TRAIN.write_text("".join(lines), encoding="utf-8")
-        python = quote(str(args.peer_python.absolute()))
+        python = quote(sys.executable)
         limit, ours = run_ours(args.minutes)
         results = {"`bash run_accelerate.sh`": (limit, ours)}
         results["nanoGPT"] = run_nanogpt(python, train, held_out, limit)

@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.cli import heading, new_parser
+from benchmarks.cli import heading, new_parser, spread
 from lm.common.errors import UsageError, one_line_errors, stop_in_order
 from lm.data.conversation_set import ConversationRows, ConversationSet
 from lm.storage.weights import load_trained
@@ -54,8 +54,7 @@ def main(argv: list[str] | None = None) -> None:
             theirs = tokens / seconds_of_trl(args, exported, seq_len, f"{folder}/{number}")
             ratios.append(ours / theirs)
             print(f"round {number}: {ours:,.0f} tokens/s, TRL {theirs:,.0f}", flush=True)
-        spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"this repository is {median(ratios):.2f} {spread} times as fast")
+        print(f"this repository is {spread(ratios, '.2f')} times as fast")
 
 
 def seconds_of_trl(args, exported: str, seq_len: int, folder: str) -> float:

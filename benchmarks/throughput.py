@@ -172,13 +172,13 @@ class Session:
 
     def _start(self, contender: Contender) -> None:
         """Start a contender and let it warm up."""
-        self._say(contender, "starts")
+        say(f"{self.size}: {contender.name} starts")
         (folder := self.folder / contender.name).mkdir()
         runner = self._running[contender] = Runner(contender, self.work, folder / "log")
         runner.ask(0)  # answered after the first step
         seconds = self._first_steps[contender] = time.monotonic() - runner.started
         runner.ask(self.options.warmup_steps)
-        self._say(contender, f"first step after {seconds:.1f} s")
+        say(f"first step after {seconds:.1f} s")
 
     def _take_turns(self, *contenders: Contender) -> None:
         """Measure one round."""
@@ -201,7 +201,7 @@ class Session:
                 first_step_seconds=self._first_steps[contender],
             )
             self.turns.append(turn)
-            self._say(contender, f"{speed:,.0f} tokens/s")
+            say(f"{contender.name}: {speed:,.0f} tokens/s")
 
     def _profile(self, contender: Contender) -> None:
         """Let a contender of ours trace one step, if traces are wanted."""
@@ -219,10 +219,7 @@ class Session:
     def _drop(self, error: RunnerError) -> None:
         runner = self._running.pop(error.contender)
         self.failed[error.contender.name] = str(error)
-        self._say(error.contender, f"failed: {error}\n{runner.last_lines()}")
-
-    def _say(self, contender: Contender, text: str) -> None:
-        say(f"{self.size}: {contender.name}: {text}")
+        say(f"{error.contender.name} failed: {error}\n{runner.last_lines()}")
 
 
 def table_rows(turns: Iterable[Turn]) -> list[dict]:

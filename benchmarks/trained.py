@@ -65,8 +65,8 @@ def train(
         ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if ended.returncode or not (run / "weights").exists():
             raise UsageError(f"{run.name} failed: {''.join(ended.stdout.splitlines()[-1:])}")
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = list(map(json.loads, lines))
+    metrics = (run / "metrics.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in metrics.splitlines()]
     last = [row for row in rows if "val_bits_per_byte" in row][-1]
     timed = [row["step_seconds"] for row in rows if row["step"] > 1 and "step_seconds" in row]
     return Result(run, last["val_bits_per_byte"], last["step"], statistics.median(timed))
