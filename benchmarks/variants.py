@@ -36,7 +36,7 @@ from benchmarks.trained import Result, train
 from lm.common.errors import UsageError, one_line_errors, stop_in_order
 from lm.data.shards import read_description
 from lm.launch import recipe
-from lm.launch.optimizer_flags import loss_flags, optimizer_flags
+from lm.training import schedule
 from lm.training.arguments import DistillationArguments, TrainingArguments, as_words
 from model import ConfigError, LMConfig, Transformer
 
@@ -109,11 +109,12 @@ def recipe_flags(data: Path, shape: str, muon: bool) -> str:
     settings = recipe.shape_settings(int(n_layers), int(dim), {})
     length, pieces = settings["max_seq_len"], read_description(data)["vocab_size"]
     model = candidate(settings, pieces, recipe.BATCH // length)
+    sizes = settings["dim"], settings["tie_embeddings"], model.counted
     return " ".join(
         as_words(
             settings
-            | loss_flags(model, pieces, torch.cuda.is_available())
-            | optimizer_flags(model, muon)
+            | recipe.loss_flags(model, pieces, torch.cuda.is_available())
+            | schedule.recipe_flags("muon" if muon else "adamw", *sizes)
             | {"batch_size": model.rows}
         )
     )

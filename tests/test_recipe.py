@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from lm.common.errors import TooLittleMemoryError
-from lm.launch.optimizer_flags import optimizer_flags
 from lm.launch.recipe import (
     EVALUATIONS,
     LEAST_SAMPLES,
@@ -266,10 +265,3 @@ def test_a_typed_width_gets_heads_that_divide_it():
 def test_the_output_layer_is_untied_unless_the_flag_is_typed():
     assert shape_settings(3, 128, {})["tie_embeddings"] is False
     assert shape_settings(3, 128, {"tie_embeddings": True})["tie_embeddings"] is True
-
-
-def test_repeated_text_has_more_weight_decay():
-    flags = [optimizer_flags(MODELS[3], True, passes=passes) for passes in (1, 5, 30)]
-    assert [each["weight_decay"] for each in flags] == [0.1, 0.2, 0.5]
-    assert [each["muon_momentum"] for each in flags] == [0.9, 0.9, 0.95]
-    assert "muon_momentum" not in optimizer_flags(MODELS[3], False, passes=30)

@@ -354,9 +354,8 @@ def test_other_numbers_of_processes_keep_the_global_batch(tmp_path, processes, a
 
 
 def test_a_resumed_run_keeps_its_own_teacher(decided):
-    """`run_accelerate.sh` types --teacher auto, the default."""
     saved = {"teacher": "its own"}
-    for flags, teacher in (("", "its own"), ("auto", "its own"), ("typed", "typed")):
+    for flags, teacher in (("", "its own"), ("typed", "typed")):
         typed = f"--teacher {flags}" if flags else ""
         assert decided(typed, saved, DistillationArguments)["teacher"] == teacher
     assert decided("", {}, DistillationArguments)["teacher"] == "auto"

@@ -112,3 +112,10 @@ def test_the_rate_beside_muon_grows_with_the_root_of_the_batch_within_limits():
     rates = [recipe_flags("muon", 512, False, 26e6, n)["learning_rate"] for n in batches]
     assert rates == [0.015, 0.015, 0.03, 0.042, 0.042]
     assert len({recipe_flags("adamw", 512, False, 26e6, n)["learning_rate"] for n in batches}) == 1
+
+
+def test_repeated_text_has_more_weight_decay():
+    many = [recipe_flags("muon", 512, False, 26e6, passes=passes) for passes in (1, 5, 30)]
+    assert [flags["weight_decay"] for flags in many] == [0.1, 0.2, 0.5]
+    assert [flags["muon_momentum"] for flags in many] == [0.9, 0.9, 0.95]
+    assert "muon_momentum" not in recipe_flags("adamw", 512, False, 26e6, passes=30)

@@ -78,7 +78,9 @@ def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
         ShellVariables({"DATA": "my.txt"}).data_flags(typed, {})
     chat = ShellVariables({"STAGE": "sft", "CHAT": "my.jsonl"}).data_flags({}, {})
     assert chat == {"conversations": "my.jsonl"}
-    assert ShellVariables({"STAGE": "distill"}).data_flags({}, {}) == {"teacher": "auto"}
+    assert ShellVariables({"STAGE": "distill"}).data_flags({}, {}) == {}
+    named = ShellVariables({"STAGE": "distill", "TEACHER": "big"})
+    assert named.data_flags({}, {}) == {"teacher": "big"}
     for stage in ("pretrain", "sft"):  # a resumed run has its data
         assert ShellVariables({"STAGE": stage}).data_flags({}, typed) == {}
 

@@ -14,13 +14,12 @@ from lm.engine.hardware import available_memory, peak_flops, user_sets_threads
 from lm.engine.memory import largest_batch
 from lm.engine.strategy import strategy_of
 from lm.launch import recipe
-from lm.launch.optimizer_flags import SAMPLED_SHARE, loss_flags, optimizer_flags
 from lm.launch.recipe import Candidate
 from lm.launch.shell_variables import ShellVariables
 from lm.training.arguments import as_arguments
 from lm.training.inputs import find_inputs, shapes_of
 from lm.training.measurement import Speed, measure
-from lm.training.schedule import fine_tuning_rate
+from lm.training.schedule import fine_tuning_rate, recipe_flags
 from model import Transformer
 
 GPU_TOKENS = 32768  # tokens per micro-batch; enough to keep a GPU busy
@@ -112,7 +111,7 @@ class Candidates:
         )
         if (self.flags(model) | self.typed).get("sampled_softmax", 1) > 1:
             output = 6 * config.dim * config.vocab_size
-            model = replace(model, flops=flops - (1 - SAMPLED_SHARE) * output)
+            model = replace(model, flops=flops - (1 - recipe.SAMPLED_SHARE) * output)
         return model
 
     def largest_rows(self, shapes: Transformer, processes: int) -> int:
@@ -135,12 +134,14 @@ class Candidates:
         if self.fixed:
             return {"learning_rate": fine_tuning_rate(model.settings["dim"])}
         pieces = 0 if self.inputs.teacher else self.inputs.config.vocab_size
-        flags = loss_flags(model, pieces, self.device.type == "cuda")
+        flags = recipe.loss_flags(model, pieces, self.device.type == "cuda")
         # Noise is for text in several segmentations. 0.1 was measured at 15 passes; less for fewer
         # passes is assumed. Data of older versions mix the segmentations.
         if self.inputs.train_set.n_first and not self.inputs.teacher:
             flags["token_noise"] = rounded(min(0.1, passes / 150))
-        return model.settings | flags | optimizer_flags(model, self.muon, batch, passes)
+        optimizer, shape = "muon" if self.muon else "adamw", model.settings
+        sizes = shape["dim"], shape["tie_embeddings"], model.counted
+        return shape | flags | recipe_flags(optimizer, *sizes, batch, passes)
 
     def assumed(self, model: Candidate) -> Speed:
         """Return the speed in proportion to that of the last model that was measured, or at an

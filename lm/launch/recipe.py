@@ -32,6 +32,9 @@ BATCH_UNTIL, BATCH_RISE, LEAST_STEPS, NEARLY = 5e6, 0.5, 200, 0.9
 # A run validates EVALUATIONS times. All validations together take at most VALIDATION_SHARE of the
 # time: they read fewer sequences, and if these would be fewer than LEAST_SAMPLES, there are fewer.
 EVALUATIONS, VALIDATION_SHARE, LEAST_SAMPLES = 4, 0.1, 64
+SAMPLED_SOFTMAX = 16  # on a CPU with a micro-batch of BATCH tokens
+SAMPLED_SHARE = 0.25  # of the pieces that a token is compared with, roughly
+SAMPLED_FROM = 8192  # pieces; with fewer, as for a text below 4 MB, the loss compares all of them
 ROPE_THETA = 1e4  # as in Llama 1 and 2, for contexts up to 4,096 tokens
 
 
@@ -127,6 +130,14 @@ def valid_shapes(typed: dict[str, Any]) -> list[dict[str, Any]]:
     if not found:
         raise problems[0]
     return found
+
+
+def loss_flags(model: Candidate, pieces: int, on_gpu: bool) -> dict[str, Any]:
+    """Return the flags for the loss over a vocabulary of so many `pieces`. In a small micro-batch
+    each piece is compared with as many tokens as in a large one. --sampled_softmax was not measured
+    on a GPU, where micro-batches are larger and have more different targets."""
+    parts = min(SAMPLED_SOFTMAX, int(SAMPLED_SOFTMAX * model.rows * model.length / BATCH))
+    return {} if on_gpu or pieces < SAMPLED_FROM or parts < 2 else {"sampled_softmax": parts}
 
 
 def choose(

@@ -103,7 +103,7 @@ class ShellVariables:
             keeps = saved and not self.get("CHAT")
             return {} if keeps else {"conversations": self.get("CHAT", "builtin")}
         if self.stage == "distill":  # the teacher decides the data
-            return {"teacher": self.get("TEACHER", "auto")}
+            return {"teacher": self.get("TEACHER")} if self.get("TEACHER") else {}
         text, more = self.get("DATA", "builtin"), self.get("PREPARE_FLAGS")
         named = " and ".join(name for name in ("DATA", "PREPARE_FLAGS") if self.get(name))
         if "data" in typed:

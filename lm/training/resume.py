@@ -30,8 +30,6 @@ def decided_arguments(
     typed: dict, arguments: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
     """Return the training arguments and model settings of a run, new or resumed."""
-    if typed.get("teacher") == "auto":  # the default, unless a run has its own teacher
-        typed = {name: value for name, value in typed.items() if name != "teacher"}
     flags = with_accelerate_flags(typed, saved=saved_flags(typed, arguments))
     return as_arguments(flags, arguments)
 

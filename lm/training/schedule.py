@@ -50,15 +50,18 @@ def default_rates(optimizer: str, dim: int, tied: bool, batch: float = BATCH) ->
 
 
 def recipe_flags(
-    optimizer: str, dim: int, tied: bool, parameters: int, batch: float = BATCH
+    optimizer: str, dim: int, tied: bool, parameters: int, batch: float = BATCH, passes: float = 1
 ) -> dict[str, Any]:
     """Return the flags of run_accelerate.sh for the optimizer and the schedule of a model with
-    random weights, in steps of `batch` tokens: after the warm-up the rates fall in a straight line
-    to 0. `parameters` are those that the recipe counts."""
+    random weights, in steps of `batch` tokens and so many `passes` over the text: after the warm-up
+    the rates fall in a straight line to 0. Repeated text needs more weight decay, and a larger
+    momentum of Muon. `parameters` are those that the recipe counts."""
     flags = {"optimizer": optimizer} | default_rates(optimizer, dim, tied, batch)
     flags |= {"lr_schedule": "wsd", "decay_fraction": 1.0, "min_lr_ratio": 0.0}
+    flags["weight_decay"] = rounded(min(0.5, max(0.1, 0.04 * passes)))
     if optimizer == "muon":
         flags["muon_learning_rate"] = 0.03 if parameters < 1e7 else 0.02
+        flags["muon_momentum"] = 0.95 if passes > 5 else 0.9
     return flags
 
 
