@@ -301,6 +301,28 @@ def test_skipping_bad_documents_is_advised_only_if_it_keeps_half_of_the_file(
         assert "350 of 500 documents tried in this file are bad" in said
 
 
+def test_lines_after_an_open_quote_and_texts_between_markers_count_as_documents(
+    tmp_path, monkeypatch
+):
+    (path := tmp_path / "a.csv").write_text('id,text\n1,a\n2,"b\n' + "3,c\n" * 100)
+    said = error_of(pack, [path], tmp_path / "out")
+    assert "line 3: cannot be read" in said
+    assert "101 of 102 documents tried in this file are bad" in said
+    train_lossy(tmp_path / "t.model")
+    settings = {"tokenizer": str(tmp_path / "t.model"), "markers": True}
+    texts = ["a   b</s>" + "1 + 1</s>" * rest for rest in (2, 0)]
+    for text, advised in zip(texts, (True, False), strict=True):
+        path = write_jsonl(tmp_path / "a.jsonl", [text] * 4)
+        said = error_of(pack, [path], tmp_path / "out", **settings)
+        assert ("--skip_bad_lines" in said) == advised
+    monkeypatch.setattr(
+        module, "SAMPLE_BYTES", 1 << 11
+    )  # a sample has the file's share of bad rows
+    rows = "".join("1,2,3\n" if i % 5 == 0 else f"{i},row {i}\n" for i in range(2000))
+    (path := tmp_path / "b.csv").write_text(f"id,text\n{rows}")
+    assert "--skip_bad_lines" in error_of(pack, [path], tmp_path / "out")
+
+
 def test_if_every_document_is_bad_the_first_is_shown_although_bad_documents_are_skipped(tmp_path):
     (path := tmp_path / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
     for tokenizer in (None, str(train_small(tmp_path / "t.model"))):

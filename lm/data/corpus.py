@@ -61,7 +61,8 @@ SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?(-[0-9a-f]{16})?$")  # train-00000
 
 
 class Record(NamedTuple):
-    """The bytes of one document in its file, not yet decoded."""
+    """The bytes of one document in its file, not yet decoded. A bad row has its number as bytes: so
+    a sample, which chooses by the bytes, has as large a share of bad rows as the file."""
 
     path: str
     position: int  # text of a .txt or .py: first byte, from 0; others: line or row, from 1
@@ -177,7 +178,8 @@ def read_records(
                     text = row[text_column]
                     raw = text.encode() if isinstance(text, str) else text
                     fault = "" if isinstance(raw, bytes) else "has no text"
-                    yield Record(path, number, b"" if fault else raw, fault, unit="row")
+                    raw = b"%d" % number if fault else raw
+                    yield Record(path, number, raw, fault, unit="row")
             elif suffix in JSON:
                 opener = {".gz": gzip.open, ".zst": _open_zst}.get(Path(suffix).suffix, open)
                 with opener(path, "rb") as file:
@@ -227,18 +229,22 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
         _known_columns(path, (column,), columns)
         place, wrong = columns.index(column), "put quotes around a text with commas"
         while True:
+            before = rows.line_num
             try:
                 row = next(rows)
                 n, expected = len(row), len(columns)
                 fault = f"{n} fields under {expected} columns: {wrong}" if n != expected else ""
             except StopIteration:
                 return
-            except csv.Error as error:  # only this row is wrong
+            except csv.Error as error:
                 row = None
                 fault = f"cannot be read: {error}".replace(f"'{NO_DELIMITER}'", "the line's end")
-            if row != []:  # not an empty line
-                raw = b"" if fault else row[place].encode(errors="surrogateescape")
-                yield Record(path, first + rows.line_num, raw, fault)
+            if not fault:
+                raw = row[place].encode(errors="surrogateescape")
+                yield Record(path, first + rows.line_num, raw)
+            elif row != []:  # not an empty line; a quote that is not closed takes many lines
+                for line in range(first + before + 1, first + rows.line_num + 1):
+                    yield Record(path, line, b"%d" % line, fault)
 
 
 def _delimiter(path: str, header: str, column: str) -> str:

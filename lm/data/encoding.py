@@ -52,8 +52,8 @@ class Encoded(NamedTuple):
     """The documents of a batch of records."""
 
     documents: list[Document]
-    tried: Counter  # the number of records of each file
-    bad: list[tuple[str, str]]  # file and message of each record that could not be read
+    tried: Counter  # the number of documents of each file, with those that could not be read
+    bad: list[tuple[str, str]]  # file and message of each document that could not be read
     raw_bytes: int  # bytes of all records of the batch, before they are parsed
     marked: list[str]  # the first marker's name of each record whose text holds one
     unread: list[str]  # keys of conversations that are not read, each once per conversation
@@ -93,13 +93,15 @@ def encode_batch(
         except UsageError as error:
             bad.append((record.path, str(error)))
     texts = [(record, text) for record, text in texts if text]
+    tried = Counter(record.path for record in batch)
+    if markers:  # a record may hold several documents
+        tried = Counter([*(record.path for record, _ in texts), *(path for path, _ in bad)])
     encoded = tokenizer.encode_batch([text for _, text in texts])
     for (record, text), ids in zip(texts, encoded, strict=True):
         if change := tokenizer.change(text, ids):
             bad.append((record.path, f"{record.place}: {change}"))
         else:
             documents.append(_text(tokenizer, text, ids, segmentations))
-    tried = Counter(record.path for record in batch)
     n_bytes = sum(len(record.raw) for record in batch)
     return Encoded(documents, tried, bad, n_bytes, marked, unread)
 
