@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -123,32 +124,51 @@ def test_the_start_of_a_run_says_how_a_file_is_read(file):
     assert reading_notes({}) is None
 
 
+@pytest.fixture
+def parent(monkeypatch):
+    """Makes the parent process one with this command."""
+
+    def start(command: str) -> None:
+        process = SimpleNamespace(cmdline=command.split)
+        child = SimpleNamespace(parent=lambda: process)
+        monkeypatch.setattr(accelerate_flags.psutil, "Process", lambda: child)
+
+    return start
+
+
 @pytest.mark.parametrize(
-    ("words", "configured", "launched", "chosen"),
+    ("command", "precision"),
     [
-        ([], None, "fp16", "fp16"),  # a variable, without a launcher
-        ([], None, "no", None),
-        (["--multi_gpu"], None, "no", None),  # Accelerate's default
-        (["--mixed_precision", "no"], None, "no", "no"),
-        (["--mixed_precision=no"], "bf16", "no", "no"),
-        ([], "no", "no", "no"),
-        ([], "fp16", "fp16", "fp16"),
-        (["--cpu"], "fp16", "fp16", "fp16"),  # in Accelerate's default file
+        ("accelerate launch --multi_gpu train.py", None),  # Accelerate's default
+        ("/usr/bin/python /venv/bin/accelerate launch --mixed_precision no train.py", "no"),
+        ("python -m accelerate.commands.launch --mixed_precision=no train.py", "no"),
+        ("/venv/bin/accelerate-launch --mixed_precision no train.py", "no"),
+        ("python -m accelerate.commands.accelerate_cli launch --mixed_precision no train.py", "no"),
+        ("accelerate launch train.py --mixed_precision no", None),  # the program's own flag
+        ("bash launch --mixed_precision no train.sh", None),
     ],
 )
-def test_the_launchers_precision_counts_if_somebody_has_chosen_it(
-    environ, tmp_path, monkeypatch, words, configured, launched, chosen
+def test_the_command_of_the_launcher_tells_no_precision_from_none(
+    environ, parent, command, precision
 ):
-    environ |= {"ACCELERATE_MIXED_PRECISION": launched}
-    if configured:
-        path = tmp_path / "launch.yaml"
-        content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
-        path.write_text(yaml.safe_dump(content | {"mixed_precision": configured}))
-        if words == ["--cpu"]:
-            monkeypatch.setattr(DEFAULT_FILE, str(path))
-        else:
-            words = ["--config_file", str(path), *words]
-    assert chosen_precision(words or None) == chosen
+    parent(command)
+    assert chosen_precision() is None  # Accelerate sets a variable
+    environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    assert chosen_precision() == precision
+
+
+def test_the_launchers_file_tells_it_too(environ, parent, tmp_path, monkeypatch):
+    environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    path = tmp_path / "launch.yaml"
+    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
+    for mixed_precision in ("no", None):
+        path.write_text(yaml.safe_dump(content | {"mixed_precision": mixed_precision}))
+        parent(f"accelerate launch --config_file {path} train.py")
+        assert chosen_precision() == mixed_precision
+    path.write_text(yaml.safe_dump(content | {"mixed_precision": "no"}))
+    monkeypatch.setattr(DEFAULT_FILE, str(path))
+    parent("accelerate launch --cpu train.py")
+    assert chosen_precision() == "no"
 
 
 def test_the_launchers_accumulation_and_clipping_count(environ):
@@ -173,32 +193,7 @@ def test_a_typed_precision_must_be_the_launchers(environ):
     assert with_accelerate_flags({}) == {"dtype": "float16"}
     with pytest.raises(UsageError, match=r"or type --dtype float16$"):
         with_accelerate_flags({"dtype": "float32"})
+    assert with_accelerate_flags({}, "no") == {"dtype": "float32"}  # of a launcher that will start
     environ |= {"ACCELERATE_MIXED_PRECISION": "fp8"}
     with pytest.raises(UsageError, match="mixed_precision fp8 of the launcher: take bf16"):
         with_accelerate_flags({})
-
-
-@pytest.mark.parametrize(
-    ("command", "precision"),
-    [
-        ("/usr/bin/python /venv/bin/accelerate launch --mixed_precision no train.py", "no"),
-        ("python -m accelerate.commands.launch --mixed_precision=no train.py", "no"),
-        ("/venv/bin/accelerate-launch --mixed_precision no train.py", "no"),
-        ("python -m accelerate.commands.accelerate_cli launch --mixed_precision no train.py", "no"),
-        ("accelerate launch train.py --mixed_precision no", None),  # the program's own flag
-        ("bash launch --mixed_precision no train.sh", None),
-    ],
-)
-def test_the_command_of_the_launcher_tells_no_precision_from_none(
-    monkeypatch, environ, command, precision
-):
-    class Process:
-        def parent(self):
-            return self
-
-        def cmdline(self):
-            return command.split()
-
-    monkeypatch.setattr(accelerate_flags.psutil, "Process", Process)
-    environ["ACCELERATE_MIXED_PRECISION"] = "no"
-    assert chosen_precision() == precision

@@ -45,12 +45,12 @@ NEUTRAL = {
 
 def with_accelerate_flags(
     typed: dict[str, Any],
-    launcher_words: list[str] | None = None,
+    precision: str | None = None,
     saved: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the typed flags, those that the launcher and its DeepSpeed file decide, and, for the
     other flags, the values of a run that is resumed: `saved`.
-    `launcher_words` are the flags of `accelerate launch`; None: those of the parent process.
+    `precision` is that of a launcher that will start later; None: the running launcher's, if any.
     If the file switches bf16 off, the default of --dtype is float32.
     Raises UsageError if a typed flag contradicts them, or if a schedule cannot be followed."""
     decided: dict[str, tuple[Any, str]] = {}  # flag → value, and who has decided
@@ -58,7 +58,9 @@ def with_accelerate_flags(
         config = read_config(file)
         flags = schedule_flags(config, file) | dtype_of(config)
         decided |= {name: (value, f"the DeepSpeed file {file}") for name, value in flags.items()}
-    if precision := chosen_precision(launcher_words):
+    if precision := precision or chosen_precision():
+        if precision not in DTYPES:
+            raise UsageError(f"mixed_precision {precision} of the launcher: take bf16, fp16 or no")
         decided["dtype"] = DTYPES[precision], f"the launcher's mixed_precision {precision}"
     for name, key, number in NUMBERS:
         value = os.environ.get(f"ACCELERATE_{key.upper()}", "auto")
@@ -138,28 +140,24 @@ def dtype_of(config: dict) -> dict[str, str]:
     return {}
 
 
-def chosen_precision(words: list[str] | None = None) -> str | None:
-    """Return the precision that the user has chosen for `accelerate launch`, or None.
-    `words` are the launcher's flags; None: those of the process that has started this one, if it is
-    Accelerate's launcher. Raises UsageError for fp8."""
+def chosen_precision() -> str | None:
+    """Return the precision that the user has chosen for Accelerate's launcher, or None."""
     chosen = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if words is None and chosen == "no":
-        # Accelerate also sets "no" if nobody has chosen a precision, and says so in no variable.
-        # Only the launcher's flags and its YAML file tell "no" from nothing.
-        chosen = None
-        with suppress(psutil.Error, AttributeError):  # no parent, or another user's
-            found = LAUNCHER.search("\0".join(psutil.Process().parent().cmdline()))
-            words = found and found[1].split("\0")
-    if words:
-        # Importing these takes a second, and only a launcher's child needs them.
-        from accelerate.commands.config import config_args
-        from accelerate.commands.launch import launch_command_parser
+    if chosen != "no":
+        return chosen
+    # Accelerate also sets "no" if nobody has chosen a precision, and says so in no variable. Only
+    # the command of the launcher, this process's parent, and its YAML file tell "no" from nothing.
+    found = None
+    with suppress(psutil.Error, AttributeError):  # no parent, or another user's
+        found = LAUNCHER.search("\0".join(psutil.Process().parent().cmdline()))
+    if not found:
+        return None
+    # Importing these takes a second, and only a launcher's child needs them.
+    from accelerate.commands.config import config_args
+    from accelerate.commands.launch import launch_command_parser
 
-        options = launch_command_parser().parse_args([*words, "program"])
-        file = options.config_file or config_args.default_config_file
-        has_file = options.config_file or Path(file).is_file()
-        config = config_args.load_config_from_file(file) if has_file else None
-        chosen = options.mixed_precision or (config and config.mixed_precision)
-    if chosen and chosen not in DTYPES:
-        raise UsageError(f"mixed_precision {chosen} of the launcher: take bf16, fp16 or no")
-    return chosen or None
+    options = launch_command_parser().parse_args(found[1].split("\0"))
+    file = options.config_file or config_args.default_config_file
+    has_file = options.config_file or Path(file).is_file()
+    config = config_args.load_config_from_file(file) if has_file else None
+    return options.mixed_precision or (config and config.mixed_precision)

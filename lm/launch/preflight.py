@@ -32,9 +32,10 @@ from model import ConfigError
 TEXT_PER_CORE, CHAT_PER_CORE = 4e6, 4e5
 
 
-def read_launch(config_file: str) -> None:
+def read_launch(config_file: str) -> str | None:
     """Read Accelerate's file, and set the variables that `accelerate launch` sets for its engine.
-    Raises UsageError if the file is invalid or contradicts other settings."""
+    Return Accelerate's name of the precision that the file chooses, if any. Raises UsageError if
+    the file is invalid or contradicts other settings."""
     try:
         config = load_config_from_file(config_file)
         words = ["--config_file", config_file, "--num_processes", "1", "--num_machines", "1"]
@@ -58,6 +59,7 @@ def read_launch(config_file: str) -> None:
     if config.num_machines != 1 and os.environ.get("NUM_MACHINES", "1") == "1":
         remedy = "set NUM_MACHINES, MACHINE_RANK and MASTER_ADDR"
         raise UsageError(f"{config_file} is for {config.num_machines} machines: {remedy}")
+    return config.mixed_precision
 
 
 def announce_preparation(request: ShellVariables) -> None:
@@ -86,11 +88,10 @@ def main(words: list[str]) -> list[str]:
     as_arguments({**typed}, request.arguments)  # a mistake should not cost the time to prepare text
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
-    read_launch(request.config)
+    precision = read_launch(request.config)
     require_usable_gpu()
-    launcher = request.launcher_words()
     flags = {"dtype": "float16"} if request.get("ENGINE") == "fp16" else {}
-    flags = with_accelerate_flags(flags | typed, launcher)
+    flags = with_accelerate_flags(flags | typed, precision)
     saved = saved_flags(flags, request.arguments)  # refuses a resume before text is prepared
     if not (saved or "data" in typed):
         announce_preparation(request)
@@ -105,7 +106,7 @@ def main(words: list[str]) -> list[str]:
         chosen = TimeBudget(Candidates(request, flags), loading).flags()
     print(f"starting {counted(request.processes, 'processes')}; PyTorch is loaded again")
     added = {name: value for name, value in (chosen | flags).items() if name not in typed}
-    return [*launcher, request.arguments.program, *as_words(added), *words]
+    return [*request.launcher_words(), request.arguments.program, *as_words(added), *words]
 
 
 if __name__ == "__main__":
