@@ -45,7 +45,7 @@ def reordered(config: LMConfig, name: str, weight: Tensor, *order: int) -> Tenso
     head_dim/2)."""
     of_layer = {"wq": config.n_heads, "wk": config.n_kv_heads, "q_norm": 1, "k_norm": 1}
     heads = of_layer.get(name.split(".")[-2])
-    if not heads or len(weight) != heads * config.head_dim:  # another weight, or a wrong shape
+    if not heads or weight.shape[:1] != (heads * config.head_dim,):  # another weight, a wrong shape
         return weight
     return weight.unflatten(0, (heads, *order)).transpose(1, 2).reshape_as(weight)
 
