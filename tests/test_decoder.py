@@ -2,8 +2,9 @@ import weakref
 
 import pytest
 import torch
-from fake_graph import use_fake_graphs
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lm.inference.decoder import Decoder, Packed
 from model import LMConfig, Transformer
@@ -61,6 +62,46 @@ def test_cached_logits_equal_those_of_the_whole_sequence(shape):
             text.append(id)
         logits = decoder.step(torch.tensor(token)[:, None], cache)
     torch.testing.assert_close(logits, uncached(model, texts), rtol=1e-5, atol=1e-5)
+
+
+class FakeGraph(TorchDispatchMode):
+    """Imitate a CUDA graph without a GPU. Recording runs no in-place operation, so existing tensors
+    do not change. A replay runs the recorded operations on the same memory, without the Python code
+    between them. Both are true of a real graph. A real graph also refuses operations that wait for
+    the GPU; this one does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.recorded = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        in_place = operation._schema.is_mutable
+        out = args[0] if in_place else operation(*args, **kwargs or {})
+        self.recorded.append((operation, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        self.replays += 1
+        for operation, args, kwargs, out in self.recorded:
+            again = operation(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if old.data_ptr() != new.data_ptr():  # neither a view nor changed in place
+                    old.copy_(new)
+
+
+def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
+    """Let `torch.cuda` make fake graphs. Return the list to which each new graph is appended."""
+    made = []
+
+    def new_graph() -> FakeGraph:
+        made.append(FakeGraph())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    return made
 
 
 def logits_of_a_batch(decoder: Decoder, lengths: tuple[int, int]) -> torch.Tensor:
