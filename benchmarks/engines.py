@@ -120,8 +120,7 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
             own = OWN_NETWORK if counts_traffic() else ()
             commands = [[*own, *command, "--main_process_port", "0", *task]]
         machines.callback(end_all)  # runs before the machines are removed
-        device = DEVICE if options.limit else "lo"
-        environ = clean_environment() | {"GLOO_SOCKET_IFNAME": device}
+        environ = clean_environment() | {"GLOO_SOCKET_IFNAME": DEVICE if options.limit else "lo"}
         if options.limit:  # a simulated machine does not see that it shares the cores
             environ["OMP_NUM_THREADS"] = str(max(1, available_cores() // options.processes))
         outputs = [Path(folder) / f"{i}.log" for i in range(len(commands))]
