@@ -24,7 +24,13 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from lm.common.errors import UsageError
 from lm.engine.deepspeed_config import BY_WIDTH, file_of, read_config, resolve
-from lm.engine.hardware import has_bf16, keep_freed_memory, require_usable_gpu, set_threads
+from lm.engine.hardware import (
+    has_bf16,
+    keep_freed_memory,
+    processes_here,
+    require_usable_gpu,
+    set_threads,
+)
 from lm.engine.strategy import Strategy, strategy_of
 
 # Objects with a process group. They must never be deleted: deleting a group of gloo waits for the
@@ -231,8 +237,7 @@ def _check_launch(args, deepspeed: bool) -> None:
         raise UsageError("accelerate launch --cpu starts one process: pass --multi_gpu (DDP)")
     if deepspeed and "RANK" not in os.environ:
         raise UsageError("DeepSpeed without a launcher: use accelerate launch, or --deepspeed")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    gpus = torch.cuda.device_count()
+    processes, gpus = processes_here(), torch.cuda.device_count()
     if torch.cuda.is_available() and processes > gpus:
         raise UsageError(f"{processes} processes for {gpus} GPUs: start {gpus} on each machine")
 
@@ -284,9 +289,8 @@ def skip_compiled_communication() -> None:
 def set_gloo_interface() -> None:
     """Make gloo listen on the network interface that reaches the first machine.
     By default gloo uses the address of the host name, which is 127.0.1.1 on Debian and Ubuntu."""
-    total = os.environ.get("WORLD_SIZE", "1")
-    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", total) == total
-    if is_one_machine or "GLOO_SOCKET_IFNAME" in os.environ:
+    total = int(os.environ.get("WORLD_SIZE", 1))
+    if processes_here(total) == total or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))  # UDP: this sends nothing

@@ -156,7 +156,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 def available_memory(device: torch.device, processes: int) -> int:
     """Return the bytes that this process can use, including the bytes that it uses now. On a
     CPU, the processes share the RAM of the machine or of their container. Their number is
-    LOCAL_WORLD_SIZE if a launcher has set this variable, and `processes` if not."""
+    `processes` if no launcher says it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     free = psutil.virtual_memory().available
@@ -164,9 +164,8 @@ def available_memory(device: torch.device, processes: int) -> int:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = stat.get("anon") or stat["total_rss"]  # in use, without caches; version 2 or 1
         free = min(free, limit - int(used))
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # processes on this machine
     mine = psutil.Process().memory_info()
-    return free // sharing + mine.rss - getattr(mine, "shared", 0)
+    return free // processes_here(processes) + mine.rss - getattr(mine, "shared", 0)
 
 
 def keep_freed_memory() -> bool:
@@ -179,9 +178,10 @@ def keep_freed_memory() -> bool:
     return all(libc.mallopt(name, value) for name, value in KEEP_FREED.items())
 
 
-def processes_here() -> int:
-    """Return the number of processes on this machine. DeepSpeed's launcher sets LOCAL_SIZE."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+def processes_here(otherwise: int = 1) -> int:
+    """Return the number of processes on this machine, or `otherwise` if no launcher says it.
+    DeepSpeed's launcher sets LOCAL_SIZE."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or otherwise)
 
 
 def set_threads(typed: int | None = None) -> None:

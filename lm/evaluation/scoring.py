@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lm.common.errors import UsageError
 from lm.data.dataset import pad
-from lm.engine.hardware import has_bf16, keep_freed_memory, set_threads
+from lm.engine.hardware import has_bf16, keep_freed_memory, processes_here, set_threads
 from model import IGNORE_INDEX, Transformer
 from model.cache import without_cudnn
 
@@ -98,9 +98,10 @@ def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None)
     on_cpu = device == "cpu" or not n_gpus
     if {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environ} and "RANK" not in environ:
         raise UsageError("pass --multi_gpu, not --cpu, to accelerate launch, even on CPUs")
-    n_local = int(environ.get("LOCAL_WORLD_SIZE", 1))  # processes on this machine
-    if not on_cpu and n_local > n_gpus:
-        raise UsageError(f"{n_local} processes for {n_gpus} GPUs: pass --num_processes {n_gpus}")
+    if not on_cpu and processes_here() > n_gpus:
+        raise UsageError(
+            f"{processes_here()} processes for {n_gpus} GPUs: pass --num_processes {n_gpus}"
+        )
     # DeepSpeed must not start again: under ZeRO-3, `load_divided` has already divided the model.
     environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu)

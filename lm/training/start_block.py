@@ -12,6 +12,7 @@ from lm.engine.hardware import (
     available_memory,
     cpu_emulates_bf16,
     device_name,
+    processes_here,
 )
 from lm.engine.memory import Workload, estimate, fits
 from lm.engine.strategy import DDP, Strategy, strategy_of
@@ -67,8 +68,8 @@ def start_block(run: Run) -> str:
         divided = strategy_of(found.zero).name if found.zero else "whole on each process"
         teacher = f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}"
     expected = estimate(engine.strategy, run.work)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", engine.processes))  # processes on this machine
-    in_ram = f"in RAM ({memory(local * expected.ram)} on this machine)"
+    on_machine = memory(processes_here(engine.processes) * expected.ram)
+    in_ram = f"in RAM ({on_machine} on this machine)"
     places = {in_ram: expected.ram, "on NVMe": expected.nvme}
     offloaded = "".join(f", {memory(n)} {place}" for place, n in places.items() if n)
     fields = {
