@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from lm.training.inputs import Inputs, shapes_of
 from lm.training.run import MicroBatch, Run
 from lm.training.starting_point import StartingPoint
 from model import IGNORE_INDEX, LMConfig
+from train_sft_accelerate import train
 
 ACCUMULATION, BATCH, SEQ_LEN, VOCAB, STEPS = 3, 2, 8, 50, 4
 ALL = [SEQ_LEN] * ACCUMULATION * BATCH
@@ -246,6 +248,21 @@ def test_samples_are_written_at_intervals_and_checkpoints_also_at_the_end(run_of
     for step in run.steps():
         run.end(step, 1.0)
     assert done == [("save", 1), ("sample", 3), ("save", 3), ("save", 4)]
+
+
+def test_a_stop_request_in_the_validation_before_step_1_stops_fine_tuning_after_it(
+    run_of, monkeypatch
+):
+    run, done = run_of(sample_interval=1), []
+    run.val_loader = [None]
+    run.inputs = replace(run.inputs, val_set=SimpleNamespace(bytes_per_token=1.0))
+    run.stop.reason = lambda: "SIGTERM"
+    monkeypatch.setattr("lm.training.run.validate", lambda *_: None)  # interrupted
+    monkeypatch.setattr("lm.training.run.write_sample", lambda *_: pytest.fail("writes a sample"))
+    monkeypatch.setattr(run.checkpointer, "save", lambda *saved: done.append(saved))
+    monkeypatch.setattr(run, "finish", lambda: done.append(run.stopped))
+    train(run)
+    assert done == [(1, None), (1, "SIGTERM")]
 
 
 @pytest.mark.parametrize(("most", "norms"), [(2, [NAN, 1.0, NAN, INF]), (3, [1.0, NAN, NAN, NAN])])
