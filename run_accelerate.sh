@@ -46,7 +46,7 @@ for name in PYTHON MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE 
 done
 export RESUME_WITH=${RESUME_WITH% } STOP_NOTE=${TMPDIR:-/tmp}/stopped-$$-$RANDOM
 eval "set -- $launch"
-"$(command -v setsid || echo env)" "$python" -m lm.launch.accelerate_launch "$@" &
+"$(command -v setsid || echo env)" "$python" -m lm.launch.start_processes "$@" &
 launcher=$!
 trap 'kill -TERM "$launcher"' INT TERM HUP USR1
 while :; do

@@ -7,24 +7,24 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lm.launch import accelerate_launch
+from lm.launch import start_processes
 
 
 def test_the_launcher_does_not_wait_for_other_machines_at_its_end(monkeypatch):
     # private: fails if PyTorch renames it
-    waits = accelerate_launch.SimpleElasticAgent._exit_barrier
-    monkeypatch.setattr(accelerate_launch.SimpleElasticAgent, "_exit_barrier", waits)
-    monkeypatch.setattr(accelerate_launch.accelerate_launch, "main", lambda: None)
-    assert accelerate_launch.launch() == 0
-    assert accelerate_launch.SimpleElasticAgent._exit_barrier(None) is None
+    waits = start_processes.SimpleElasticAgent._exit_barrier
+    monkeypatch.setattr(start_processes.SimpleElasticAgent, "_exit_barrier", waits)
+    monkeypatch.setattr(start_processes.launch, "main", lambda: None)
+    assert start_processes.start() == 0
+    assert start_processes.SimpleElasticAgent._exit_barrier(None) is None
 
 
 def test_machines_that_cannot_connect_get_an_error_of_one_line(monkeypatch, capsys):
     def fail():
         raise torch.distributed.DistNetworkError("port `29500` is used\nand more")
 
-    monkeypatch.setattr(accelerate_launch.accelerate_launch, "main", fail)
-    assert accelerate_launch.launch() == 2
+    monkeypatch.setattr(start_processes.launch, "main", fail)
+    assert start_processes.start() == 2
     said = "run_accelerate.sh: error: the machines cannot meet: port `29500` is used\n"
     assert capsys.readouterr().err == said
 
@@ -41,10 +41,10 @@ def test_a_failed_process_gives_its_exit_code_or_1_if_killed(monkeypatch, capsys
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="none")
 
     def fail():
-        raise accelerate_launch.ChildFailedError("train.py", {1: failure})
+        raise start_processes.ChildFailedError("train.py", {1: failure})
 
-    monkeypatch.setattr(accelerate_launch.accelerate_launch, "main", fail)
-    assert accelerate_launch.launch() == ends
+    monkeypatch.setattr(start_processes.launch, "main", fail)
+    assert start_processes.start() == ends
     said = capsys.readouterr().err
     assert says in said
     assert bool(says) == bool(said)
@@ -58,7 +58,7 @@ def test_a_program_of_one_process_replaces_the_launcher(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "lm.launch.accelerate_launch",
+        "lm.launch.start_processes",
         "--config_file",
         config,
         program,

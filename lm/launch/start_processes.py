@@ -1,12 +1,12 @@
-"""Run `accelerate launch` for run_accelerate.sh, and report a failure in one or two lines."""
+"""Start the processes with the flags of preflight, and report a failure in one or two lines."""
 
 import logging
 import os
 import sys
 from pathlib import Path
 
-import torch.distributed.run  # creates the loggers that `launch` silences
-from accelerate.commands import launch as accelerate_launch
+import torch.distributed.run  # creates the loggers that `start` silences
+from accelerate.commands import launch
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -16,7 +16,7 @@ from lm.common.tasks import forget_tasks
 from lm.training.interruption import STOP_NOTE, how_to_resume
 
 
-def launch() -> int:
+def start() -> int:
     """Launch the processes and wait until they end. Return the exit code for run_accelerate.sh."""
     forget_tasks()
     if not torch.cuda.is_available():
@@ -26,9 +26,9 @@ def launch() -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     # Without this, a launcher waits five minutes for a stopped launcher on another machine.
     SimpleElasticAgent._exit_barrier = lambda agent: None
-    accelerate_launch.simple_launcher = become_program
+    launch.simple_launcher = become_program
     try:
-        accelerate_launch.main()
+        launch.main()
     except SignalException as stopped:
         if not Path(os.environ[STOP_NOTE]).exists():
             say(f"stopped by {stopped.sigval.name}")
@@ -48,7 +48,7 @@ def launch() -> int:
 
 def become_program(args) -> None:
     """Replace the launcher's process by the only training process, which then gets all signals."""
-    command, environ = accelerate_launch.prepare_simple_launcher_cmd_env(args)
+    command, environ = launch.prepare_simple_launcher_cmd_env(args)
     os.execvpe(command[0], command, environ)
 
 
@@ -58,4 +58,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch())
+    sys.exit(start())
