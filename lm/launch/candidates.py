@@ -51,7 +51,6 @@ class Candidates:
         self.inputs = inputs = find_inputs(args, model_settings, None, self.processes)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.fixed = inputs.source is not None  # existing weights decide the shape
-        self.muon = self.strategy.takes_muon and typed.get("optimizer") != "adamw"
         # The numbers of threads of a process to choose from; (): there is no choice.
         self.thread_counts: tuple[int, ...] = ()
         if self.device.type == "cpu" and not ("threads" in typed or user_sets_threads()):
@@ -60,23 +59,21 @@ class Candidates:
             self.thread_counts = tuple(dict.fromkeys(counts))
         self.seconds = min(MEASURING_SHARE * 60 * request.minutes, MOST_MEASURING)
         self.until = time.time() + self.seconds  # measuring ends
-        self.known: dict[tuple, Speed] = {}  # measured without compilation: by name and rows
-        self.latest: tuple[Candidate, Speed] | None = None  # measured without compilation
+        # Models that were measured without compilation, in this order: by name and rows.
+        self.known: dict[tuple[str, int], tuple[Candidate, Speed]] = {}
         self.taken = 0.0  # seconds of the last measurement; 0: none, or memory ran out
 
     def models(self) -> list[Candidate]:
         """Return the models to choose from, smallest first. A model that does not fit into memory
         is left out; if none fits, the smallest is returned with a micro-batch of one sequence."""
-        shapes = [{}]  # the shape of existing weights
         typed, teacher = self.typed, self.inputs.teacher
-        if not self.fixed:
-            if self.inputs.train_set.segmentations > 1:  # a small text, read many times
-                typed = {"tie_embeddings": True} | typed
-            if teacher:
-                typed = typed | {"max_seq_len": self.inputs.config.max_seq_len}
-            shapes = recipe.valid_shapes(typed)
+        if self.inputs.train_set.segmentations > 1:  # a small text, read many times
+            typed = {"tie_embeddings": True} | typed
+        if teacher:
+            typed = typed | {"max_seq_len": self.inputs.config.max_seq_len}
+        shapes = [{}] if self.fixed else recipe.valid_shapes(typed)  # {}: of existing weights
         models = [self.candidate(shape) for shape in shapes]
-        if teacher and not self.fixed:
+        if teacher:
             most = STUDENT_SHARE * teacher.shapes.num_parameters(active=True)
             models = [model for model in models if model.parameters <= most] or models[:1]
         fitting = [model for model in models if model.rows]
@@ -139,7 +136,8 @@ class Candidates:
         # passes is assumed. Data of older versions mix the segmentations.
         if self.inputs.train_set.n_first and not self.inputs.teacher:
             flags["token_noise"] = rounded(min(0.1, passes / 150))
-        optimizer, shape = "muon" if self.muon else "adamw", model.settings
+        muon = self.strategy.takes_muon and self.typed.get("optimizer") != "adamw"
+        optimizer, shape = "muon" if muon else "adamw", model.settings
         sizes = shape["dim"], shape["tie_embeddings"], model.counted
         return shape | flags | recipe_flags(optimizer, *sizes, batch, passes)
 
@@ -147,8 +145,8 @@ class Candidates:
         """Return the speed in proportion to that of the last model that was measured, or at an
         assumed number of FLOP/s."""
         work = model.rows * model.length * model.flops  # FLOPs of a step
-        if self.latest:
-            other, speed = self.latest
+        if self.known:
+            other, speed = list(self.known.values())[-1]
             scale = work / (other.rows * other.length * other.flops)
             sample = speed.sample * scale * other.rows / model.rows
             return Speed(speed.step * scale, sample, speed.threads, measured=False)
@@ -170,7 +168,7 @@ class Candidates:
         case, begun, rows = (model.name, model.rows), time.time(), min(model.rows, model.rows_alone)
         if not compiled:
             if case in self.known:
-                return self.known[case]
+                return self.known[case][1]
             if not rows or (self.taken and begun + self.taken > self.until):
                 return self.assumed(model)
         flags = self.flags_of_run(model) | {"batch_size": rows}
@@ -180,7 +178,7 @@ class Candidates:
         speed = measure(self.request.train, self.request.arguments, flags, counts, self.seconds)
         speed = speed._replace(step=speed.step * model.rows / rows)
         if not compiled:
-            self.known[case], self.latest = speed, (model, speed)
+            self.known[case] = model, speed
             self.taken = time.time() - begun
         return speed
 

@@ -10,23 +10,20 @@ from typing import Any
 
 import torch
 
-import train_distillation_accelerate
-import train_pretrain_accelerate
-import train_sft_accelerate
 from lm.common.errors import ReportedError, UsageError
 from lm.data.corpus import SUFFIXES, find_files
 from lm.data.prepare import default_out
 from lm.training.arguments import DistillationArguments, SFTArguments, TrainingArguments
 from lm.training.prepared_data import require_text_of_run
+from train_distillation_accelerate import train as distill
+from train_pretrain_accelerate import train as pretrain
+from train_sft_accelerate import train as fine_tune
 
 # STAGE → the training program's arguments and loop, and the variables that the stage does not use.
 STAGES = {
-    "pretrain": (TrainingArguments, train_pretrain_accelerate.train, ("CHAT", "TEACHER")),
-    "sft": (SFTArguments, train_sft_accelerate.train, ("DATA", "TEACHER", "PREPARE_FLAGS")),
-    "distill": (
-        *(DistillationArguments, train_distillation_accelerate.train),
-        ("DATA", "CHAT", "PREPARE_FLAGS"),
-    ),
+    "pretrain": (TrainingArguments, pretrain, ("CHAT", "TEACHER")),
+    "sft": (SFTArguments, fine_tune, ("DATA", "TEACHER", "PREPARE_FLAGS")),
+    "distill": (DistillationArguments, distill, ("DATA", "CHAT", "PREPARE_FLAGS")),
 }
 
 

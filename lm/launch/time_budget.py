@@ -31,12 +31,7 @@ COMPILING_SAVES, COMPILING_SHARE, CACHED_SECONDS = 0.17, 4.0, 2.0
 
 
 class TimeBudget:
-    """The time of a run, and its plan.
-
-    Args:
-        candidates: the models to choose from.
-        loading: seconds that preflight needed to load its packages.
-    """
+    """The time of a run, and its plan. Preflight needed `loading` seconds to load its packages."""
 
     def __init__(self, candidates: Candidates, loading: float):
         self.candidates, self.loading = candidates, loading
@@ -45,9 +40,8 @@ class TimeBudget:
         self.started = psutil.Process().create_time()
         # Preparation runs in another process, so it takes no CPU time of this one.
         waited = time.time() - self.started - max(loading, time.process_time())
-        if waited > MOST_PREPARING * 60 * self.request.minutes:
-            minutes = f"the {self.request.minutes:g} min begin now"
-            print(f"preparing took {waited / 60:.1f} min: {minutes}")
+        if waited > MOST_PREPARING * 60 * (minutes := self.request.minutes):
+            print(f"preparing took {waited / 60:.1f} min: the {minutes:g} min begin now")
             self.started += waited
 
     def task(self) -> Task:
@@ -146,8 +140,7 @@ class TimeBudget:
             flags["eval_samples"] = plan.samples
         if plan.speed.threads:
             flags["threads"] = plan.speed.threads
-        batch = plan.tokens / plan.steps
-        flags |= self.candidates.flags(plan.model, batch, plan.passes)
+        flags |= self.candidates.flags(plan.model, plan.tokens / plan.steps, plan.passes)
         if self.compiles is not None:
             flags["compile"] = "on" if self.compiles else "off"
         if "epochs" in self.typed:

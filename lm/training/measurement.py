@@ -53,7 +53,7 @@ class TimedRun(Run):
         self.rows = self.args.batch_size  # sequences of a micro-batch
         self.times: dict[int | None, float] = {}  # number of threads → seconds of a step
         self.sample_seconds = 0.0
-        self._numbers = count(1)
+        self.first_step = 0  # at step 1 fine-tuning would begin with a validation
 
     def steps(self) -> Iterator[int]:
         """Yield steps until all times are taken."""
@@ -88,7 +88,7 @@ class TimedRun(Run):
         micro-batch."""
         begun = time.perf_counter()
         for n in count(1):
-            yield next(self._numbers)
+            yield n
             if self.accelerator.device.type == "cuda":
                 torch.cuda.synchronize()
             if (taken := time.perf_counter() - begun) >= seconds:
@@ -111,12 +111,6 @@ class TimedRun(Run):
             yield batch._replace(**{k: v[: self.rows] for k, v in fields.items()})
 
     def end(self, step: int, grad_norm) -> None:
-        pass
-
-    def validate(self, step: int) -> None:
-        pass
-
-    def write_sample(self, step: int) -> None:
         pass
 
     def finish(self) -> None:
