@@ -73,6 +73,9 @@ class TimeBudget:
             first = next(i for i, m in enumerate(models) if m.settings == plan.model.settings)
             try:
                 plan = choose(task, models, found.measured, first)
+                if not plan.speed.measured:  # a small model trains slower than its FLOPs suggest
+                    found.taken = 0.0
+                    plan = replace(plan, speed=found.measured(plan.model))
                 plan = replace(plan, speed=self.compiled(plan))
             except UsageError as error:
                 if found.processes == 1 or isinstance(error, TooLittleMemoryError):
