@@ -154,12 +154,11 @@ def assert_the_same(run: Trained, expected: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_losses_equal_those_of_a_plain_loop(distil, teacher_of, expected, name):
+def test_losses_equal_those_of_a_plain_loop(distil, expected, name):
     run = distil(name)
     assert_the_same(run, expected[PAIRS[name][-1]])
-    held = re.search(r"teacher: .*?([\d.]+) MB of weights per process", run.out)[1]
-    size = sum(4 * p.numel() for p in load_portable(teacher_of(name)).parameters())
-    assert float(held) == pytest.approx(size / 1e6 / (2 if PAIRS[name][1] else 1), abs=0.051)
+    where = "ZeRO-3" if PAIRS[name][1] else "whole on each process"
+    assert re.search(rf"teacher: .*, {where}", run.out)
 
 
 def test_a_resumed_run_is_equal_to_the_bit(distil, tmp_path):
@@ -185,4 +184,4 @@ def test_one_process_equals_a_plain_loop_and_saves_the_student(packed, expected,
     (line,) = [line for line in distilled.out.splitlines() if " teacher: " in line]
     n = sum(p.numel() for p in load_portable(teacher).parameters())
     assert f"{teacher}: {n / 1e6:.2f} million (dim 32, 2 layers" in line
-    assert line.endswith(f"whole on each process, {4 * n / 1e6:.1f} MB of weights per process")
+    assert line.endswith("whole on each process")
