@@ -24,6 +24,7 @@ from lm.storage.weights import load_trained
 from lm.training.arguments import SFTArguments
 from lm.training.measurement import measure
 from model import IGNORE_INDEX
+from train_sft_accelerate import train
 
 PROGRAM = "benchmarks.sft"
 CONVERSATIONS = 16  # in a step of TRL; a step of this repository has about as many tokens
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         flags |= {"compile": "on", "local_rank": None}
         for number in range(1, args.rounds + 1):
             ours = n_rows * rows.tokens_per_sample
-            ours /= measure(SFTArguments, flags, (), seconds=100).step
+            ours /= measure(train, SFTArguments, flags, (), seconds=100).step
             theirs = tokens / seconds_of_trl(args, exported, seq_len, f"{folder}/{number}")
             ratios.append(ours / theirs)
             print(f"round {number}: {ours:,.0f} tokens/s, TRL {theirs:,.0f}", flush=True)

@@ -103,13 +103,13 @@ def test_a_run_resumed_with_nvme_is_equal_to_the_bit_and_the_state_is_on_the_dis
 
 MEASURE_THREE_TIMES = """
 import gc, sys
-import train_pretrain_accelerate as program
 from lm.common.errors import TooLittleMemoryError
 from model import Transformer
 from lm.training.arguments import TrainingArguments
 from lm.training.measurement import measure
+from train_pretrain_accelerate import train
 
-train, alive = program.train, []
+alive = []
 
 def counted(run):
     models = [x for x in gc.get_objects() if isinstance(x, Transformer)]
@@ -118,14 +118,13 @@ def counted(run):
         raise RuntimeError("CUDA out of memory")
     train(run)
 
-program.train = counted
 flags = {"dim": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "dtype": "float32"}
 flags |= {"data": sys.argv[1], "compile": "off", "local_rank": None}
 if len(sys.argv) > 2:
     flags["deepspeed"] = sys.argv[2]
 for _ in range(3):
     try:
-        measure(TrainingArguments, dict(flags), (1,), seconds=60)
+        measure(counted, TrainingArguments, dict(flags), (1,), seconds=60)
     except TooLittleMemoryError:
         print("too little memory")
 print("alive:", *alive)
