@@ -171,6 +171,13 @@ def test_the_launchers_file_tells_it_too(environ, parent, tmp_path, monkeypatch)
     assert chosen_precision() == "no"
 
 
+def test_a_compiler_that_accelerate_would_not_pass_to_deepspeed_is_noted(environ, parent):
+    environ |= {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_DEEPSPEED": "true"}
+    parent("accelerate launch --use_deepspeed --dynamo_backend inductor train.py")
+    assert chosen_precision() == "bf16"
+    assert environ["ACCELERATE_DYNAMO_BACKEND"] == "inductor"
+
+
 def test_the_launchers_accumulation_and_clipping_count(environ):
     environ |= {
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",

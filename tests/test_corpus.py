@@ -325,6 +325,10 @@ def test_the_header_of_a_csv_shows_its_delimiter(tmp_path, delimiter, start):
     assert "no column 'body' (--text_column); it has 'id', 'text'" in one_line(path, "body")
 
 
+def test_an_empty_csv_has_no_documents(tmp_path):
+    assert texts(write(tmp_path / "a.csv", b"")) == texts(write(tmp_path / "a.tsv", b"")) == []
+
+
 def test_a_first_line_may_name_the_delimiter_as_in_files_of_excel(tmp_path):
     content = f"{BOM}sep=;\r\nid;text\r\n1;a, b, c\r\n2;d|e,f|g\r\n"
     found = records(write(tmp_path / "a.csv", content.encode()))

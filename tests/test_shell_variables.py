@@ -27,6 +27,7 @@ def in_the_repository(monkeypatch):
         ({"STAGE": "distill", "DATA": "x"}, "STAGE=distill does not use DATA"),
         ({"STAGE": "sft", "PREPARE_FLAGS": "--reuse"}, "does not use PREPARE_FLAGS"),
         ({"MASTER_PORT": "many"}, "MASTER_PORT must be an integer, 0 or larger, not 'many'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT 70000 below 65536"),
         ({"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "MACHINE_RANK 1 must be below NUM_MACHINES 1"),
         ({"MASTER_ADDR": "node1"}, "set NUM_MACHINES too"),
         ({"NUM_PROCESSES": "0"}, "positive multiple of NUM_MACHINES"),

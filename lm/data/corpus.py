@@ -223,7 +223,7 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
         rows = csv.reader(
             file if named else chain([header], file), strict=True, delimiter=delimiter
         )
-        columns = next(rows, [column])
+        columns = next(rows, None) or [column]  # an empty file has no documents
         first = 1 if named else 0  # lines before the header
         decode(Record(path, first + 1, ",".join(columns).encode(errors="surrogateescape")))
         _known_columns(path, (column,), columns)

@@ -141,9 +141,10 @@ def dtype_of(config: dict) -> dict[str, str]:
 
 
 def chosen_precision() -> str | None:
-    """Return the precision that the user has chosen for Accelerate's launcher, or None."""
+    """Return the precision that the user has chosen for Accelerate's launcher, or None. Note a
+    compiler that Accelerate does not pass to DeepSpeed: `set_launch_variables` refuses it."""
     chosen = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if chosen != "no":
+    if chosen != "no" and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         return chosen
     # Accelerate also sets "no" if nobody has chosen a precision, and says so in no variable. Only
     # the command of the launcher, this process's parent, and its YAML file tell "no" from nothing.
@@ -151,7 +152,7 @@ def chosen_precision() -> str | None:
     with suppress(psutil.Error, AttributeError):  # no parent, or another user's
         found = LAUNCHER.search("\0".join(psutil.Process().parent().cmdline()))
     if not found:
-        return None
+        return None if chosen == "no" else chosen
     # Importing these takes a second, and only a launcher's child needs them.
     from accelerate.commands.config import config_args
     from accelerate.commands.launch import launch_command_parser
@@ -160,4 +161,9 @@ def chosen_precision() -> str | None:
     file = options.config_file or config_args.default_config_file
     has_file = options.config_file or Path(file).is_file()
     config = config_args.load_config_from_file(file) if has_file else None
+    backend = options.dynamo_backend or (config and config.dynamo_config.get("dynamo_backend"))
+    if backend:
+        os.environ["ACCELERATE_DYNAMO_BACKEND"] = backend
+    if chosen != "no":
+        return chosen
     return options.mixed_precision or (config and config.mixed_precision)

@@ -9,7 +9,7 @@ import torch
 
 from lm.common.numbers import available_cores, rounded
 from lm.engine.deepspeed_config import file_of
-from lm.engine.engine import deepspeed_plugin, set_launch_variables
+from lm.engine.engine import check_precision, deepspeed_plugin, set_launch_variables
 from lm.engine.hardware import available_memory, peak_flops, user_sets_threads
 from lm.engine.memory import largest_batch
 from lm.engine.strategy import strategy_of
@@ -18,6 +18,7 @@ from lm.launch.recipe import Candidate
 from lm.launch.shell_variables import ShellVariables
 from lm.training.arguments import as_arguments
 from lm.training.inputs import find_inputs, shapes_of
+from lm.training.log import require_trackers
 from lm.training.measurement import Speed, measure
 from lm.training.schedule import fine_tuning_rate, recipe_flags
 from model import Transformer
@@ -43,6 +44,8 @@ class Candidates:
         if request.stage == "distill":
             shape.pop("max_seq_len", None)  # the teacher decides the length
         args, model_settings = as_arguments(typed | shape, request.arguments)
+        require_trackers(args.trackers)
+        check_precision(args, torch.cuda.is_available())
         set_launch_variables(args)
         os.environ["WORLD_SIZE"] = str(self.processes)
         has_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"

@@ -56,9 +56,9 @@ class ShellVariables:
         self.processes = self._count(
             "NUM_PROCESSES", self.machines * max(1, torch.cuda.device_count())
         )
-        if self.machine >= self.machines:
-            below = f"must be below NUM_MACHINES {self.machines}"
-            raise UsageError(f"MACHINE_RANK {self.machine} {below}")
+        if not (self.machine < self.machines and self.port < 1 << 16):
+            rank = f"MACHINE_RANK {self.machine} must be below NUM_MACHINES {self.machines}"
+            raise UsageError(f"{rank}, and MASTER_PORT {self.port} below 65536")
         if self.processes < 1 or self.processes % self.machines:
             must = f"must be a positive multiple of NUM_MACHINES ({self.machines})"
             raise UsageError(f"NUM_PROCESSES {must}, not {self.processes}")

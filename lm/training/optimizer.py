@@ -6,6 +6,7 @@ each process updates flat partitions of the parameters. If a matrix lies on seve
 momentum is gathered before it is orthogonalised.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -115,9 +116,9 @@ def with_equal_rows(x: Tensor) -> Tensor:
 class Piece(NamedTuple):
     """The weights of one parameter that this process updates: all of them, or a share of ZeRO."""
 
-    whole: Tensor  # the momentum of the whole parameter, (rows, cols) or (experts, rows, cols)
+    whole: Tensor  # the momenta of whole matrices, (rows, cols) or (experts, rows, cols)
     weights: Tensor  # (n,), a view
-    place: slice  # of these weights in the flattened parameter
+    place: slice  # of these weights in the flattened matrices
 
 
 class Muon(torch.optim.AdamW):
@@ -177,8 +178,12 @@ class Muon(torch.optim.AdamW):
                 whole = next(wholes)
                 whole[part.in_parameter] = mine
             if len(mine):
-                weights = p.view(-1)[part.in_partition]
-                pieces.append(Piece(whole.view_as(part.parameter), weights, part.in_parameter))
+                matrices, place = whole.view(-1, *part.parameter.shape[-2:]), part.in_parameter
+                size = matrices[0].numel()
+                first = place.start // size  # experts before this one belong to other processes
+                matrices = matrices[first : math.ceil(place.stop / size)]
+                place = slice(place.start - first * size, place.stop - first * size)
+                pieces.append(Piece(matrices, p.view(-1)[part.in_partition], place))
         if sizes:  # on every process or on none
             torch.distributed.all_reduce(gathered)  # exact: one process adds a number, others zero
         return pieces

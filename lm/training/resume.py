@@ -30,7 +30,10 @@ def decided_arguments(
     typed: dict, arguments: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
     """Return the training arguments and model settings of a run, new or resumed."""
-    flags = with_accelerate_flags(typed, saved=saved_flags(typed, arguments))
+    saved = saved_flags(typed, arguments)
+    if saved and typed.get("teacher") == "auto":  # a resumed run has its own
+        typed = {name: value for name, value in typed.items() if name != "teacher"}
+    flags = with_accelerate_flags(typed, saved=saved)
     return as_arguments(flags, arguments)
 
 

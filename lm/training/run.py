@@ -235,8 +235,9 @@ class Run:
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
-        # Reading the counter waits for a GPU, so it is read only now and then.
-        if self._is_time(step, most) and (bad := int(self.log.meter.worst_in_row)) >= most:
+        # If the norm is on a GPU, reading the counter waits for the GPU: it is read more rarely.
+        interval = most if getattr(grad_norm, "is_cuda", False) else 1
+        if self._is_time(step, interval) and (bad := int(self.log.meter.worst_in_row)) >= most:
             self.checkpointer.wait()
             steps = f"{bad} steps in a row"
             raise UsageError(f"{steps} had a non-finite gradient: lower --learning_rate")

@@ -63,7 +63,7 @@ def find_folder(args: TrainingArguments, claims: bool = False) -> tuple[RunFolde
     """Return the run folder and, for --resume, its checkpoints, which are not read.
     Raises UsageError if the path has no checkpoint, or another run is there."""
     out = Path(args.out_dir)
-    run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
+    run = new = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     named = None if args.resume in (None, "auto") else Path(args.resume).resolve()
     if args.resume == "auto":
         run = run_to_resume(out, args.program, args.run_name) or run
@@ -75,7 +75,7 @@ def find_folder(args: TrainingArguments, claims: bool = False) -> tuple[RunFolde
         run = run_of(saved[-1])
         if args.run_name not in (None, run.path.name):
             raise UsageError(f"--run_name {args.run_name}: leave it out, {run.path} is resumed")
-    elif not args.run_name:  # `claim_new` finds a name that no other run has
+    if run is new and not args.run_name:  # `claim_new` finds a name that no other run has
         return run, []
     if run.settings.exists() and (program := program_of(run)) != args.program:
         remedy = "resume it with that program" if named else "choose another --run_name"
