@@ -20,7 +20,7 @@ from benchmarks.cli import heading, new_parser, table
 from benchmarks.work import SIZES
 from lm.common.errors import UsageError, one_line_errors
 from lm.formats.config_json import config_json_of
-from lm.formats.weight_names import to_hugging_face
+from lm.formats.weight_layout import to_hugging_face
 from lm.inference.decoder import Decoder
 from lm.inference.generation import generate
 from lm.inference.sampling import Sampling

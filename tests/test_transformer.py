@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lm.formats.config_json import config_json_of
-from lm.formats.weight_names import to_hugging_face
+from lm.formats.weight_layout import to_hugging_face
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
 
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])

@@ -13,7 +13,7 @@ from lm.common.errors import UsageError
 from lm.data.chat_template import PLAIN_JINJA
 from lm.data.tokenizer import JsonTokenizer, Tokenizer
 from lm.formats.tokenizer_json import read_exact
-from lm.formats.weight_names import their_name, their_rows
+from lm.formats.weight_layout import their_name, their_rows
 from model.config import LMConfig
 from model.rotary import rotary_frequencies
 from model.transformer import Transformer

@@ -22,7 +22,7 @@ from lm.formats.portable import (
     write_json,
 )
 from lm.formats.tokenizer_json import convert, exported_jinja, read_exact, without_escapes
-from lm.formats.weight_names import our_rows, our_weights, to_hugging_face
+from lm.formats.weight_layout import our_rows, our_weights, to_hugging_face
 from model.config import LMConfig
 from model.transformer import Transformer
 

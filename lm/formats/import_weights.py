@@ -37,7 +37,7 @@ from lm.formats.portable import (
     write_json,
 )
 from lm.formats.tokenizer_json import is_ours, restore
-from lm.formats.weight_names import our_rows, our_weights
+from lm.formats.weight_layout import our_rows, our_weights
 from model.config import LMConfig
 
 # These settings do not follow from the weights. Defaults in Meta's code of Llama 1 and 2:

@@ -1,7 +1,7 @@
 """Write LoRA adapters in the format of the package `peft`.
 
 PEFT loads the adapters onto the run's initial weights (folder base/), exported by export_hf.
-For wq and wk, the rows of lora_b are reordered like those of weights in lm/formats/weight_names.py.
+The rows of lora_b are reordered for wq and wk, as weights are in lm/formats/weight_layout.py.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lm.formats.portable import save_tensors, write_json
-from lm.formats.weight_names import their_name, to_hugging_face
+from lm.formats.weight_layout import their_name, to_hugging_face
 from model.config import LMConfig
 from model.lora import LoRA
 

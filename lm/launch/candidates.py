@@ -60,8 +60,9 @@ class Candidates:
             cores = max(1, available_cores() // self.processes)
             counts = (cores, max(1, cores - 1), max(1, cores // 2))
             self.thread_counts = tuple(dict.fromkeys(counts))
-        self.seconds = min(MEASURING_SHARE * 60 * request.minutes, MOST_MEASURING)
-        self.until = time.time() + self.seconds  # measuring ends
+        seconds = min(MEASURING_SHARE * 60 * request.minutes, MOST_MEASURING)
+        self.until = time.time() + seconds  # measuring ends
+        self.seconds = seconds / 2  # of a measurement: on a slow machine, there are two
         # Models that were measured without compilation, in this order: by name and rows.
         self.known: dict[tuple[str, int], tuple[Candidate, Speed]] = {}
         self.taken = 0.0  # seconds of the last measurement; 0: none, or memory ran out
