@@ -59,7 +59,7 @@ class MicroBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         stride = self.world_size * self.batch_size
         first = self.start + self.rank * self.batch_size
-        # Shuffling 1,000 numbers takes only 1 to 6 times as long as 8, so one call does a block.
+        # Shuffling 1,000 numbers takes 1 to 6 times as long as shuffling 8: one call does a block.
         block = first + stride * np.arange(BLOCK)[:, None] + np.arange(self.batch_size)
         while True:
             yield from self.indices(block).tolist()

@@ -96,7 +96,7 @@ def with_weights(batches: Iterator[MicroBatch], n: int, engine: Engine) -> Itera
 
 class Run:
     """One training run. Creating it builds the model with random weights, and loads the checkpoint
-    of a resumed run; lm/training/set_up.py loads --init_from. Each log line begins with `name`."""
+    of a resumed run; lm/training/set_up.py loads --init_from. Log lines begin with `name`."""
 
     def __init__(self, inputs: Inputs, engine: Engine, stop: StopRequest, name: str = ""):
         self.inputs, self.engine, self.stop = inputs, engine, stop
@@ -140,7 +140,7 @@ class Run:
             yield step
 
     def begin(self, step: int) -> None:
-        """Set a step's learning rate. If ZeRO-2 reduces once per step, it waits for `update`."""
+        """Set a step's learning rate. One reduction per step, under ZeRO-2, waits for `update`."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step) * group["lr_factor"]
         if self.engine.coalesces:

@@ -54,7 +54,7 @@ def validate(
             loader.end()  # else Accelerate might take the next micro-batch for the last of a step
             model.train()
             return None
-        # Do not compile, nor let cuDNN plan, for each length of conversations.
+        # Do not compile for evaluation; nor compile, nor let cuDNN plan, for each length.
         with torch.compiler.set_stance("force_eager"), without_cudnn():
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
         per_sample = per_token.sum(dim=1), (targets != IGNORE_INDEX).sum(dim=1)  # (B,) each
