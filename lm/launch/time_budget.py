@@ -27,7 +27,7 @@ MOST_PASSES_CHAT = 3  # over conversations
 LOG_LINES = 50  # log lines in a run, approximately
 # Compiling is tried if it pays off when it saves this share of a step and takes so many times as
 # long as loading the packages of preflight. Loading compiled code takes about CACHED_SECONDS.
-COMPILING_SAVES, COMPILING_SHARE, CACHED_SECONDS = 0.17, 4.0, 2.0
+COMPILING_SAVES, COMPILING_SHARE, CACHED_SECONDS = 0.17, 8.0, 2.0
 
 
 class TimeBudget:
@@ -75,7 +75,7 @@ class TimeBudget:
                 plan = choose(task, models, found.measured, first)
                 if not plan.speed.measured:  # a small model trains slower than its FLOPs suggest
                     found.taken = 0.0
-                    plan = replace(plan, speed=found.measured(plan.model))
+                    plan = plan_for(task, plan.model, found.measured(plan.model))
                 plan = replace(plan, speed=self.compiled(plan))
             except UsageError as error:
                 if found.processes == 1 or isinstance(error, TooLittleMemoryError):
