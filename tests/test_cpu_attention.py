@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from model.attention import fast_attention, mask_of, plain_attention, repeat_kv
+from model.attention import fast_attention, fused_attention, mask_of, plain_attention, repeat_kv
 from model.cpu_attention import row_block_attention
 
 # (batch, tokens, heads, key/value heads, head_dim). A block has 64 tokens, or 128 if heads share no
@@ -20,10 +20,10 @@ SHAPES = [
 SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 
 
-def heads(shape, dtype=torch.float32, seed=0):
+def heads(shape, dtype=torch.float32):
     """Return random queries, keys, values, and a gradient of the output."""
     batch, seq_len, n_heads, n_kv_heads, head_dim = shape
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(batch, seq_len, n, head_dim, generator=generator).to(dtype)
         for n in (n_heads, n_kv_heads, n_kv_heads, n_heads)
@@ -42,27 +42,28 @@ def reference(q, k, v, starts):
 
 
 @SHAPE
+@pytest.mark.parametrize("attend", [fast_attention, fused_attention, plain_attention])
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)],
     ids=["fp32", "bf16"],
 )
-def test_output_and_gradients_equal_those_of_the_formula(shape, dtype, tolerance, several):
+def test_output_and_gradients_equal_those_of_the_formula(shape, attend, dtype, tolerance, several):
     """A sequence is one conversation, or several that do not see each other."""
     results, starts = [], torch.zeros(shape[:2], dtype=torch.int64)
     if several:
         begins = torch.rand(shape[:2], generator=torch.Generator().manual_seed(1)) < 0.05
         starts = (begins * torch.arange(shape[1])).cummax(dim=1).values
     mask = mask_of(starts, dtype) if several else None
-    for attend, of_sequence, kind in (
-        (row_block_attention, mask, dtype),
-        (reference, starts, torch.float64),
+    *qkv, gradient = heads(shape, dtype)
+    for compute, options, kind in (
+        (attend, (0.0, mask), dtype),
+        (reference, (starts,), torch.float64),
     ):
-        *qkv, gradient = (x.to(kind) for x in heads(shape, dtype))
-        qkv = [x.requires_grad_() for x in qkv]
-        out = attend(*qkv, of_sequence)
-        results.append([out.detach(), *torch.autograd.grad(out, qkv, gradient)])
+        inputs = [x.to(kind).requires_grad_() for x in qkv]
+        out = compute(*inputs, *options)
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, gradient.to(kind))])
     for name, mine, theirs in zip(("out", "q", "k", "v"), *results, strict=True):
         assert mine.dtype == dtype
         if shape[1] == 1 and name in "qk":  # one position sees only itself, whatever q and k are

@@ -7,7 +7,7 @@ import torch
 from small_model import opinionated
 
 from lm.inference.decoder import Decoder
-from lm.inference.generation import Batch, Continuation, generate, generate_all
+from lm.inference.generation import Batch, Continuation, generate
 from lm.inference.sampling import Sampling
 from model import Transformer
 
@@ -72,56 +72,34 @@ def text_of(prompt: list[int], n: int, sampling: Sampling = WILD, **options) -> 
 
 
 def test_texts_that_join_and_leave_a_batch_are_the_same_as_alone(long):
-    lengths, wanted = (30, 5, 50, 1, 64), (12, 40, 3, 25, 30)
-    texts = [
+    """Each text has its own settings."""
+    wild = [
         text_of(prompt, n, replace(WILD, seed=seed))
-        for seed, (prompt, n) in enumerate(zip(prompts(*lengths), wanted, strict=True))
+        for seed, (prompt, n) in enumerate(zip(prompts(30, 5, 50), (12, 40, 3), strict=True))
     ]
+    greedy = text_of(PROMPT, 25, GREEDY)
+    penalised = text_of(PROMPT, 15, replace(GREEDY, repetition_penalty=1.9))
+    limited = text_of(*prompts(64), 30, next_ids=list(range(20, 30)))
     batch = Batch(Decoder(long))
-    batch.add(texts[:2])
+    batch.add(wild[:2])
     for _ in range(7):
         batch.step()
-    batch.add(texts[2:4])
+    batch.add([wild[2], greedy])
     for _ in range(5):
         batch.step()
-    assert texts[0].finish_reason == texts[2].finish_reason == "length"
-    assert batch.texts == [texts[1], texts[3]]
-    batch.add(texts[4:])  # a longer prompt: the cache grows
+    assert wild[0].finish_reason == wild[2].finish_reason == "length"
+    assert batch.texts == [wild[1], greedy]
+    batch.add([limited, penalised])  # a longer prompt: the cache grows
     while batch.texts:
         batch.step()
     batch.add([again := text_of(*prompts(20), 6)])  # after all texts have left
     while batch.texts:
         batch.step()
-    for text in [*texts, again]:
-        assert [text.ids] == generate(long, [text.prompt], text.max_new_tokens, text.sampling)
+    for text in [*wild, greedy, penalised, limited, again]:
+        how = text.max_new_tokens, text.sampling
+        assert [text.ids] == generate(long, [text.prompt], *how, next_ids=text.next_ids)
         assert len(text.ids) == text.max_new_tokens
-
-
-def test_each_text_of_a_batch_has_its_own_settings(long):
-    penalised, allowed = replace(GREEDY, repetition_penalty=1.9), list(range(20, 30))
-    first, second = prompts(8, 8)
-    texts = [
-        text_of(first, 15, penalised),
-        text_of(second, 15, GREEDY),
-        text_of(second, 15, WILD, next_ids=allowed),
-        text_of(first, 15, GREEDY),
-    ]
-    generate_all(Decoder(long), texts)
-    for text in texts:
-        options = {"next_ids": text.next_ids}
-        assert [text.ids] == generate(long, [text.prompt], 15, text.sampling, **options)
-    assert texts[0].ids != texts[3].ids
-    assert texts[1].ids == step_by_step(long, second, 15)
-    assert texts[2].ids[0] in allowed
-    assert {*texts[2].ids[1:]} - {*allowed}
-
-
-def test_a_stop_token_ends_the_text_and_is_not_part_of_it(model):
-    (whole,) = generate(model, [PROMPT], 20, WILD)
-    stop_id = next(token for token in whole[5:] if token not in PROMPT)
-    # A stop token in the prompt has no effect.
-    text = text_of(PROMPT, 20, stop_ids=(PROMPT[0], stop_id))
-    generate_all(Decoder(model), [text])
-    ends = min(whole.index(token) for token in text.stop_ids if token in whole)
-    assert text.ids == whole[:ends]
-    assert text.finish_reason == "stop"
+    assert greedy.ids == step_by_step(long, PROMPT, 25)
+    assert penalised.ids != greedy.ids[:15]
+    assert limited.ids[0] in limited.next_ids
+    assert {*limited.ids[1:]} - {*limited.next_ids}

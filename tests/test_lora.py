@@ -14,8 +14,6 @@ from model.lora import LoRA, add_lora, is_adapter, merged_weights
 LAYERS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 LAYERS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 SMALL = LoRA(dim=4, alpha=6.0, module_name="layers", only_lora=True)
-
-
 TOKENS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -66,15 +64,13 @@ def test_merged_weights_give_a_plain_model_the_logits_of_the_adapted_model():
     plain = opinionated(vocab_size=50, seq_len=16)
     merged = merged_weights(dict(model.named_parameters()), model.lora)
     assert list(merged) == [name for name, _ in plain.named_parameters()]
-    assert len(merged) == len(list(plain.parameters()))
     plain.load_state_dict(dict(merged), strict=False)
     torch.testing.assert_close(plain(TOKENS).logits, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
     assert merged_weights(merged, None) is merged
 
 
-@pytest.mark.parametrize("module_name", ["layers", "feed_forward.w2"])
-def test_the_decoder_uses_the_adapters(module_name):
-    model = adapted(module_name=module_name)
+def test_the_decoder_uses_the_adapters():
+    model = adapted()
     _, logits = Decoder(model).read([TOKENS[0].tolist()])
     torch.testing.assert_close(logits[0], model(TOKENS[:1]).logits[0, -1], rtol=1e-4, atol=1e-4)
 
@@ -91,12 +87,8 @@ def test_flops_per_token_count_no_gradient_of_a_frozen_weight():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        (
-            {"module_name": "decoder.layers."},
-            "no layer.s name: layers.0.a",
-        ),
+        ({"module_name": "decoder.layers."}, "no layer.s name: layers.0.a"),
         ({"module_name": "output"}, "the output layer too, which shares"),
-        ({"module_name": ""}, "the output layer too"),
         ({"dim": 0}, "lora_dim must be from 1 to dim .32., not 0"),
         ({"dim": 33}, "not 33"),
     ],

@@ -8,24 +8,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lm.formats.config_json import config_json_of
 from lm.formats.weight_layout import to_hugging_face
-from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
+from model import LMConfig, Transformer, precompute_pos_cis
 
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
-
-
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 50}
 SHAPE |= {"hidden_dim": 64, "max_seq_len": 40}
 NORMED = {"qk_norm": True, "head_dim": 12}
 
 
-def tiny(**changes) -> LMConfig:
-    return LMConfig(**SHAPE | changes)
-
-
 def transformer(seed=0, **changes) -> Transformer:
     """A tiny model in evaluation mode, with norm weights that are not all one."""
     torch.manual_seed(seed)
-    model = Transformer(tiny(**changes)).eval()
+    model = Transformer(LMConfig(**SHAPE | changes)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.data.uniform_(0.5, 1.5)
@@ -52,24 +46,15 @@ def as_llama(model: Transformer) -> PreTrainedModel:
 @KERNELS
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("shape", [*({"n_kv_heads": n} for n in (1, 2, 4)), NORMED], ids=str)
-def test_logits_equal_those_of_transformers_llama_or_qwen3(use_flash_attn, tie_embeddings, shape):
+def test_logits_and_gradients_equal_those_of_transformers(use_flash_attn, tie_embeddings, shape):
     model = transformer(**shape, tie_embeddings=tie_embeddings, use_flash_attn=use_flash_attn)
-    llama = as_llama(model)
-    for seq_len in (1, 7, 23, 40):
-        tokens = some_tokens(seq_len)
-        with torch.no_grad():
-            ours, theirs = model(tokens).logits, llama(tokens).logits
-        assert ours.std() > 0.1
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, NORMED], ids=str)
-def test_gradients_equal_those_of_transformers_llama_or_qwen3(changes):
-    model = transformer(**changes)
-    llama = as_llama(model)
-    tokens, targets = some_tokens(), some_tokens(seed=2)
+    tokens, targets = some_tokens(40), some_tokens(40, seed=2)
+    llama, logits = as_llama(model), model(tokens).logits
+    assert logits.std() > 0.1
+    expected = llama(tokens).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
     model(tokens, targets).loss.backward()
-    F.cross_entropy(llama(tokens).logits.flatten(0, 1), targets.flatten()).backward()
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
     ours = to_hugging_face(model.config, {name: p.grad for name, p in model.named_parameters()})
     theirs = dict(llama.named_parameters())
     assert ours.keys() == theirs.keys()
@@ -77,33 +62,10 @@ def test_gradients_equal_those_of_transformers_llama_or_qwen3(changes):
         torch.testing.assert_close(gradient, theirs[name].grad, atol=1e-5, rtol=1e-4)
 
 
-def test_ignored_targets_do_not_count_in_the_mean_loss():
-    model = transformer()
-    tokens, targets = some_tokens(), some_tokens(seed=2)
-    targets[0, 3:] = IGNORE_INDEX
-    targets[2] = IGNORE_INDEX
-    counted = targets != IGNORE_INDEX
-    expected = F.cross_entropy(model(tokens).logits[counted], targets[counted])
-    torch.testing.assert_close(model(tokens, targets).loss, expected)
-
-
 def test_the_loss_of_a_bf16_model_is_fp32():
     model = transformer().bfloat16()
     assert model(some_tokens()).logits.dtype == torch.bfloat16
     assert model(some_tokens(), some_tokens(seed=2)).loss.dtype == torch.float32
-
-
-@KERNELS
-def test_future_tokens_do_not_change_past_logits(use_flash_attn):
-    model = transformer(use_flash_attn=use_flash_attn)
-    tokens = some_tokens()
-    before = model(tokens).logits
-    for t in range(1, tokens.shape[1]):
-        changed = tokens.clone()
-        changed[:, t:] = (changed[:, t:] + 1) % 50
-        after = model(changed).logits
-        torch.testing.assert_close(after[:, :t], before[:, :t], atol=1e-6, rtol=0)
-        assert not torch.allclose(after[:, t], before[:, t], atol=1e-3)
 
 
 @pytest.mark.parametrize("changes", [{"recompute": "selective"}, {"dropout": 1e-9}, {}], ids=str)
@@ -128,21 +90,6 @@ def test_conversations_in_a_row_have_the_losses_and_gradients_that_they_have_alo
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item())
 
 
-def test_a_sequence_longer_than_the_context_is_refused():
-    model = transformer()
-    assert model(some_tokens(seq_len=40)).logits.shape == (3, 40, 50)
-    with pytest.raises(ValueError, match="does not fit"):
-        model(some_tokens(seq_len=41))
-
-
-def test_dropout_acts_only_in_training():
-    model, plain = transformer(dropout=0.5), transformer()
-    tokens = some_tokens()
-    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
-    model.train()
-    assert not torch.allclose(model(tokens).logits, model(tokens).logits)
-
-
 @pytest.mark.parametrize(
     ("changes", "millions"),
     [({}, 25.83), ({"dim": 768, "n_layers": 16}, 104.03)],
@@ -164,10 +111,9 @@ def test_parameter_names_are_those_of_llamas_release():
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
 def test_initial_weights_have_mean_0_and_residual_outputs_a_smaller_deviation(tie_embeddings):
     torch.manual_seed(0)
-    config = tiny(
-        dim=256, n_layers=8, vocab_size=600, tie_embeddings=tie_embeddings, hidden_dim=512
-    )
-    for name, parameter in Transformer(config).named_parameters():
+    shape = {"dim": 256, "n_layers": 8, "vocab_size": 600, "hidden_dim": 512}
+    model = Transformer(LMConfig(**SHAPE | shape, tie_embeddings=tie_embeddings))
+    for name, parameter in model.named_parameters():
         if "norm" in name:
             assert (parameter == 1).all()
             continue
@@ -186,30 +132,15 @@ def test_flops_per_token_equal_a_count_by_hand(tie_embeddings):
     assert model.flops_per_token(16) == 6 * 21_792 + 12_288
 
 
-def assert_rotations_are_exact(model: Transformer) -> None:
-    config = model.config
-    expected = precompute_pos_cis(config.head_dim, config.max_seq_len, config.rope_theta)
-    assert model.pos_cis.dtype == torch.complex64
-    assert torch.equal(model.pos_cis, expected)
-    assert dict(model.named_buffers())["pos_cis"] is model.pos_cis
-
-
-CASTS = {
-    "to": lambda model: model.to(torch.bfloat16),
-    "to device and dtype": lambda model: model.to("cpu", torch.float16),
-    "double": lambda model: model.double(),
-    "half and back": lambda model: model.half().float(),
-    "deepcopy, cast": lambda model: copy.deepcopy(model).bfloat16(),
-    "to_empty": lambda model: model.to_empty(device="cpu"),
-}
-
-
-@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
-def test_casts_of_the_model_and_to_empty_do_not_change_pos_cis(cast):
-    assert_rotations_are_exact(cast(transformer()))
-
-
-def test_pos_cis_moves_to_the_meta_device_and_back():
-    model = transformer().to("meta")
-    assert model.pos_cis.is_meta
-    assert_rotations_are_exact(model.to_empty(device="cpu"))
+def test_casts_do_not_change_pos_cis_which_moves_to_the_meta_device_and_back():
+    empty = transformer().to("meta")
+    assert empty.pos_cis.is_meta
+    for model in (
+        transformer().to(torch.bfloat16),
+        copy.deepcopy(transformer()).half().float(),
+        empty.to_empty(device="cpu"),
+    ):
+        config = model.config
+        exact = precompute_pos_cis(config.head_dim, config.max_seq_len, config.rope_theta)
+        assert torch.equal(model.pos_cis, exact)
+        assert dict(model.named_buffers())["pos_cis"] is model.pos_cis
