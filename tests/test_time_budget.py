@@ -194,7 +194,8 @@ def test_on_a_slow_machine_the_chosen_model_is_measured_at_last_and_in_time(
     packed, monkeypatch, minutes
 ):
     asked = pretend(monkeypatch, slow=100, takes=99)
-    plan = budget_of(["--data", str(packed)], MINUTES=minutes).plan()
+    flags = ["--data", str(packed), "--compile", "off"]
+    plan = budget_of(flags, MINUTES=minutes).plan()
     assert plan.speed.measured
     assert candidates.time.time() <= 0.2 * 60 * float(minutes)
     last = asked[-1]["dim"], asked[-1]["batch_size"]
