@@ -15,10 +15,11 @@ import psutil
 from lm.common.errors import UsageError
 from lm.engine.deepspeed_config import (
     file_of,
+    flags_of_config,
     read_config,
     read_file,
     rename_old_keys,
-    section_of,
+    schedule_flags,
 )
 
 # Flags that Accelerate's launcher decides by variables: flag, its name there, its type.
@@ -31,16 +32,6 @@ LAUNCHER = re.compile(
     r"accelerate(?:-|\.commands\.|(?:\.commands\.accelerate_cli)?\0)launch\0(.*)", re.DOTALL
 )
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}  # Accelerate's names → --dtype
-# DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → --lr_schedule.
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-# Parameters of schedules that become flags, or have no effect here.
-FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio", "warmup_type")
-# Parameters of schedules → the values that change nothing: the warm-up begins at 0.
-NEUTRAL = {
-    "warmup_min_lr": (0, "auto"),
-    "warmup_min_ratio": (0, "auto"),
-    "last_batch_iteration": (-1,),
-}
 
 
 def with_accelerate_flags(
@@ -56,7 +47,7 @@ def with_accelerate_flags(
     decided: dict[str, tuple[Any, str]] = {}  # flag → value, and who has decided
     if (file := file_of(typed.get("deepspeed"))) != "none":
         config = read_config(file)
-        flags = schedule_flags(config, file) | dtype_of(config)
+        flags = flags_of_config(config, file)
         decided |= {name: (value, f"the DeepSpeed file {file}") for name, value in flags.items()}
     if precision := precision or chosen_precision():
         if precision not in DTYPES:
@@ -95,49 +86,6 @@ def reading_notes(typed: dict[str, Any]) -> str | None:
     if idle and zero.get("stage") in (1, 2):
         notes.append(f"at stage {zero['stage']} these have no effect: {', '.join(idle)}")
     return f"{file}: {'; '.join(notes)}" if notes else None
-
-
-def schedule_flags(config: dict, source: str) -> dict[str, Any]:
-    """Return the flags that mean the same as a configuration's "scheduler". DeepSpeed's defaults
-    count for missing parameters. Raises UsageError if there are no such flags."""
-    section = config.get("scheduler")
-    if section is None:
-        return {}
-    theirs, params = section.get("type"), section.get("params", {})
-    if theirs not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise UsageError(
-            f'{source}: "scheduler" must be one of {known}, not {theirs!r}; or drop it'
-        )
-    for key, value in params.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        follows = key in FOLLOWED and (is_number or value == "auto" or key == "warmup_type")
-        if not follows and value not in NEUTRAL.get(key, ()):
-            raise UsageError(f'{source}: drop "scheduler.params.{key}": it cannot be followed here')
-    decays = theirs == "WarmupDecayLR"
-    rate = section_of(config, "optimizer.params.").get("lr", "auto")  # the optimizer's own
-    flags = {
-        "lr_schedule": SCHEDULES[theirs],
-        "warmup_steps": params.get("warmup_num_steps", 1000),
-    }
-    flags["learning_rate"] = params.get("warmup_max_lr", 1e-3 if decays else rate)
-    if theirs != "WarmupLR":
-        flags["max_steps"] = params.get("total_num_steps", "auto")
-        flags["min_lr_ratio"] = 0.0 if decays else params.get("cos_min_ratio", 1e-4)
-    flags = {name: value for name, value in flags.items() if value not in ("auto", None)}
-    for name in ("warmup_steps", "max_steps"):
-        if flags.get(name, 0) % 1:
-            raise UsageError(f'{source}: "scheduler" has {flags[name]} steps, not a whole number')
-        flags |= {name: int(flags[name])} if name in flags else {}  # 1e3 is a float in JSON
-    return flags
-
-
-def dtype_of(config: dict) -> dict[str, str]:
-    """Return --dtype if a DeepSpeed configuration switches a precision on, else {}."""
-    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if isinstance(found := config.get(section), dict) and found.get("enabled") is True:
-            return {"dtype": dtype}
-    return {}
 
 
 def chosen_precision() -> str | None:

@@ -1,6 +1,7 @@
 """Merge DeepSpeed's JSON file and the training flags into one configuration.
 
-Flags replace "auto" where possible. Contradictions with flags and unsupported keys are errors.
+Flags replace "auto" where possible. The file's "scheduler" and precision become training flags.
+Contradictions with flags and unsupported keys are errors.
 """
 
 import json
@@ -8,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hjson  # DeepSpeed requires it
 
@@ -67,6 +69,13 @@ SECTIONS = (
     "aio bf16 bfloat16 fp16 data_types flops_profiler timers optimizer optimizer.params scheduler "
     "scheduler.params zero_optimization.offload_optimizer zero_optimization.offload_param"
 )
+# DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → --lr_schedule.
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# Parameters of schedules that become flags, or have no effect here.
+FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio", "warmup_type")
+# Parameters of schedules → the values that change nothing: the warm-up begins at 0.
+AT_ZERO = (0, "auto")
+NEUTRAL = {"warmup_min_lr": AT_ZERO, "warmup_min_ratio": AT_ZERO, "last_batch_iteration": (-1,)}
 
 
 def read_config(path: str) -> dict:
@@ -137,7 +146,7 @@ def resolve(config: dict, args, world_size: int, source: str) -> dict:
     The copy has no "scheduler": the flags hold it. `source` names the configuration in messages.
     Raises UsageError with a list of all contradictions, keys without effect and other problems."""
     config = json.loads(json.dumps(config))  # a copy
-    config.pop("scheduler", None)  # see accelerate_flags.py
+    config.pop("scheduler", None)  # see `schedule_flags`
     zero = config["zero_optimization"]
     problems = refuse_keys(config)
     problems += _fill_by_flags(config, args, world_size)
@@ -249,6 +258,51 @@ def _fill_by_flags(config: dict, args, world_size: int) -> list[str]:
         if key != f"zero_optimization.{BY_WIDTH}":
             problems.append(f'"{key}": "auto" is not replaced by a flag here, write a value')
     return problems
+
+
+def flags_of_config(config: dict, source: str) -> dict[str, Any]:
+    """Return the training flags that a DeepSpeed configuration decides: the schedule of the rate,
+    and --dtype if it switches a precision on. Raises UsageError as `schedule_flags` does."""
+    flags = schedule_flags(config, source)
+    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if isinstance(found := config.get(section), dict) and found.get("enabled") is True:
+            return flags | {"dtype": dtype}
+    return flags
+
+
+def schedule_flags(config: dict, source: str) -> dict[str, Any]:
+    """Return the flags that mean the same as a configuration's "scheduler". DeepSpeed's defaults
+    count for missing parameters. Raises UsageError if there are no such flags."""
+    section = config.get("scheduler")
+    if section is None:
+        return {}
+    theirs, params = section.get("type"), section.get("params", {})
+    if theirs not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise UsageError(
+            f'{source}: "scheduler" must be one of {known}, not {theirs!r}; or drop it'
+        )
+    for key, value in params.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        follows = key in FOLLOWED and (is_number or value == "auto" or key == "warmup_type")
+        if not follows and value not in NEUTRAL.get(key, ()):
+            raise UsageError(f'{source}: drop "scheduler.params.{key}": it cannot be followed here')
+    decays = theirs == "WarmupDecayLR"
+    rate = section_of(config, "optimizer.params.").get("lr", "auto")  # the optimizer's own
+    flags = {
+        "lr_schedule": SCHEDULES[theirs],
+        "warmup_steps": params.get("warmup_num_steps", 1000),
+    }
+    flags["learning_rate"] = params.get("warmup_max_lr", 1e-3 if decays else rate)
+    if theirs != "WarmupLR":
+        flags["max_steps"] = params.get("total_num_steps", "auto")
+        flags["min_lr_ratio"] = 0.0 if decays else params.get("cos_min_ratio", 1e-4)
+    flags = {name: value for name, value in flags.items() if value not in ("auto", None)}
+    for name in ("warmup_steps", "max_steps"):
+        if flags.get(name, 0) % 1:
+            raise UsageError(f'{source}: "scheduler" has {flags[name]} steps, not a whole number')
+        flags |= {name: int(flags[name])} if name in flags else {}  # 1e3 is a float in JSON
+    return flags
 
 
 def offload_device(config: dict | None, what: str) -> str | None:

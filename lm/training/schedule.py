@@ -1,7 +1,7 @@
 """The learning rate of a run: the defaults of its flags, and the rate of each step.
 
 A typed flag decides. Otherwise a resumed run keeps its own rates (`lm/training/resume.py`), and the
-"scheduler" of a DeepSpeed file decides (`lm/engine/accelerate_flags.py`). Otherwise the defaults
+"scheduler" of a DeepSpeed file decides (`lm/engine/deepspeed_config.py`). Otherwise the defaults
 depend on the optimizer, on the model's width, and on where the weights come from.
 run_accelerate.sh passes the flags of `recipe_flags` or `fine_tuning_rate`. docs/recipe.md has the
 measurements behind the numbers.
