@@ -63,7 +63,6 @@ AUTO = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "au
             | {"learning_rate": 2e-4},
         ),
         ({"bf16": {"enabled": True}}, {"dtype": "bfloat16"}),
-        ({"bfloat16": {"enabled": True}}, {"dtype": "bfloat16"}),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, {"dtype": "float16"}),
         ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, {}),
     ],
@@ -90,9 +89,6 @@ def test_a_deepspeed_file_decides_flags_that_are_not_typed(environ, file, sectio
         (scheduler("WarmupLR", warmup_min_lr=1e-6), {}, '"scheduler.params.warmup_min_lr"'),
         (scheduler("WarmupLR", warmup_steps=5), {}, '"scheduler.params.warmup_steps"'),
         (scheduler("WarmupLR", warmup_num_steps="5"), {}, '"scheduler.params.warmup_num_steps"'),
-        ({"scheduler": "auto"}, {}, '"scheduler" must be a section in braces, not "auto"'),
-        ({"scheduler": {"type": "WarmupLR", "params": []}}, {}, '"scheduler.params" must be a'),
-        ({"bf16": True}, {}, '"bf16" must be a section in braces, not true'),
         ({"fp16": {"enabled": True}}, {"dtype": "bfloat16"}, "type --dtype float16"),
     ],
 )
@@ -179,16 +175,12 @@ def test_a_compiler_that_accelerate_would_not_pass_to_deepspeed_is_noted(environ
 
 
 def test_the_launchers_accumulation_and_clipping_count(environ):
-    environ |= {
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
-        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
-    }
-    assert with_accelerate_flags({}) == {"accumulation_steps": 2, "grad_clip": 0.5}
+    environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "2"
+    environ["ACCELERATE_GRADIENT_CLIPPING"] = "0.5"
+    flags = {"accumulation_steps": 2, "grad_clip": 0.5}
+    assert with_accelerate_flags({}) == flags
     saved = {"accumulation_steps": 4, "seed": 7}  # of a resumed run
-    assert with_accelerate_flags({}, saved=saved) == saved | {
-        "accumulation_steps": 2,
-        "grad_clip": 0.5,
-    }
+    assert with_accelerate_flags({}, saved=saved) == saved | flags
     with pytest.raises(UsageError, match=r"or type --accumulation_steps 2$"):
         with_accelerate_flags({"accumulation_steps": 8})
     environ |= {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}

@@ -1,6 +1,7 @@
 """Preparations of DeepSpeed before training; integration/test_engines.py tests the training."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import error_of
@@ -32,9 +33,6 @@ def test_the_operations_that_a_configuration_needs_are_found(config, needed):
 def test_compiling_an_operation_is_announced_and_failing_is_one_line(monkeypatch, tmp_path, capsys):
     from deepspeed.ops import op_builder
 
-    def fail():
-        raise RuntimeError("no header\nand a page of compiler output")
-
     builder = SimpleNamespace(name="cpu_adam", load=lambda: None)
     monkeypatch.setattr(op_builder, "CPUAdamBuilder", lambda: builder)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -46,6 +44,6 @@ def test_compiling_an_operation_is_announced_and_failing_is_one_line(monkeypatch
     monkeypatch.setattr("deepspeed.git_version_info.installed_ops", {"cpu_adam": True})
     load_operation("CPUAdamBuilder")
     assert capsys.readouterr().out == ""
-    builder.load = fail
+    builder.load = Mock(side_effect=RuntimeError("no header\nand a page of compiler output"))
     line = error_of(load_operation, "CPUAdamBuilder")
     assert "cpu_adam cannot be compiled: no header; " in line

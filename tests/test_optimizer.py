@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DummyOptim
-from test_partition import divided
+from test_whole_tensors import divided
 from torch import nn
 
 from lm.engine.engine import Engine

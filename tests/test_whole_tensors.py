@@ -1,109 +1,130 @@
-"""The training state of a single process, and DeepSpeed's loss scale. tests/integration tests the
-state under DDP and DeepSpeed."""
+"""Partitions of ZeRO have the right elements of each parameter; what does not fit is refused.
+DeepSpeed's layouts are imitated. tests/integration tests weights and moments under every engine,
+with adapters, and those of an old run."""
 
-import dataclasses
 import json
 from collections import ChainMap
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from lm.engine.engine import Engine
-from lm.engine.whole_tensors import TrainingState
+from lm.engine.whole_tensors import Partition, TrainingState, partitions
 from lm.training.arguments import TrainingArguments
 from lm.training.optimizer import build_optimizer
 from model import LMConfig, Transformer
 from model.config import ConfigError
 from model.lora import LoRA, add_lora
 
-ADAMW = TrainingArguments(dtype="float32", learning_rate=1e-2)
-MUON = dataclasses.replace(ADAMW, optimizer="muon")
-CONFIG = LMConfig(dim=32, n_layers=2, n_heads=4, vocab_size=64, max_seq_len=16)
+SHAPES = [(4, 6), (3, 3), (8, 2), (5,), (7, 1)]
 
 
-class Trainee:
-    """A model, its optimizer, and the state of both."""
-
-    def __init__(self, accelerator, args: TrainingArguments, seed: int = 0, lora=None):
-        torch.manual_seed(seed)
-        model = Transformer(CONFIG)
-        if lora:
-            add_lora(model, lora)
-        engine = Engine(accelerator, "single process", deepspeed=None)
-        optimizer = build_optimizer(model, args, engine)
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.state = TrainingState(engine, self.model, self.optimizer, shapes=model)
-
-    def step(self, seed: int) -> None:
-        tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(seed))
-        self.model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+def parameters() -> list[nn.Parameter]:
+    """Return parameters whose elements are all different."""
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    values = torch.arange(float(sum(sizes))).split(sizes)
+    return [nn.Parameter(v.view(shape).clone()) for v, shape in zip(values, SHAPES, strict=True)]
 
 
-@pytest.mark.parametrize("lora", [None, *(LoRA(4, 8.0, "layers", only) for only in (True, False))])
-@pytest.mark.parametrize("args", [ADAMW, MUON])
-def test_the_state_has_only_trained_weights_and_continues_to_the_bit(args, lora, accelerator):
-    base = Trainee(accelerator, ADAMW, seed=7).state.weights()
-    one = Trainee(accelerator, args, lora=lora)
-    one.state.load_weights(base, "base")
-    begun = dict(one.model.named_parameters())
-    assert all(torch.equal(begun[name], weight) for name, weight in base.items())
-    rows = False if args is MUON else None  # a rule of Muon that a new run does not have
-    if args is MUON:
-        one.state.optimizer.param_groups[0]["equal_rows"] = rows
-    for seed in (1, 2):
-        one.step(seed)
-    weights, moments, scalars = one.state.weights(), one.state.moments(), one.state.scalars()
-    trained = {name for name, p in one.model.named_parameters() if p.requires_grad}
-    assert weights.keys() == trained
-    assert {name.rpartition(".")[0] for name in moments} == trained
-    by_muon_alone = args is MUON and lora is not None and lora.only_lora
-    steps = 0 if by_muon_alone else 2  # of AdamW
-    assert scalars == {"optimizer_step": steps, "loss_scale": None, "equal_rows": rows}
-    other = Trainee(accelerator, args, seed=5, lora=lora)
-    other.state.load(ChainMap(weights, base), moments, scalars, "checkpoint")
-    for seed in (3, 4):
-        one.step(seed)
-        other.step(seed)
-    for name, p in one.model.named_parameters():
-        assert torch.equal(p, dict(other.model.named_parameters())[name])
-        assert p.requires_grad or torch.equal(p, base[name])
-    moments = one.state.moments()
-    assert all(torch.equal(moments[name], moment) for name, moment in other.state.moments().items())
-    assert other.state.scalars()["optimizer_step"] == 2 * steps
+def divided(group: list[nn.Parameter], processes: int, gap: int) -> list[Partition]:
+    """Divide a group among processes as ZeRO-1 and 2 do; `gap` zeros follow each parameter.
+    test_optimizer.py updates such partitions."""
+    line, offsets = [], []
+    for p in group:
+        offsets.append(sum(map(len, line)))
+        line += [p.detach().flatten(), torch.zeros(gap)]
+    line = torch.cat(line)
+    line = torch.cat([line, torch.zeros(-len(line) % (2 * processes))])
+    zero = {"round_robin_bit16_groups": [group], "round_robin_bit16_offsets": [offsets]}
+    return [
+        next(partitions(SimpleNamespace(single_partition_of_fp32_groups=[mine], **zero), rank))
+        for rank, mine in enumerate(line.chunk(processes))
+    ]
 
 
-def test_adapters_that_do_not_fit_the_model_are_named(accelerator):
-    base = Trainee(accelerator, ADAMW).state.weights()
-    lora = LoRA(4, 8.0, "layers", only_lora=True)
-    four = Trainee(accelerator, ADAMW, lora=lora)
-    two = Trainee(accelerator, ADAMW, lora=dataclasses.replace(lora, dim=2))
+class Zero3:
+    """Imitates DeepSpeed's ZeRO-3 optimizer: divides a group into two sub-groups. `calls` records
+    the calls of methods that this class does not define."""
+
+    def __init__(self, group: list[nn.Parameter], processes: int, rank: int, nvme: bool = False):
+        self.fp16_groups = group[:2], group[2:]
+        self.sub_group_to_group_id = {0: 4, 1: 4}
+        self.nvme, self.calls = nvme, []
+        self.fp32_partitioned_groups_flat = []
+        for sub_group in self.fp16_groups:
+            shares = []
+            for p in sub_group:
+                p.ds_shape, whole = p.shape, p.detach().flatten()
+                padded = torch.cat([whole, torch.full((-len(whole) % processes,), -2.0)])
+                mine = padded.chunk(processes)[rank]
+                p.partition_numel = mine.numel
+                shares.append(mine)
+                p.data = torch.empty(0)
+            self.fp32_partitioned_groups_flat.append(torch.cat(shares))
+
+    def _swappable_optimizer_subgroup(self, index: int) -> bool:
+        return self.nvme
+
+    def __getattr__(self, name: str):
+        return lambda *index: self.calls.append((name, *index))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5, 8, 50])
+def test_the_parts_of_all_processes_make_whole_parameters_under_zero_3(processes):
+    wholes = [torch.full((p.numel(),), -1.0) for p in parameters()]
+    for rank in range(processes):
+        group = parameters()
+        zero, parts = Zero3(group, processes, rank), []
+        for partition in partitions(zero, rank):
+            assert partition.group == 4
+            parts += [(part, partition.fp32[part.in_partition]) for part in partition.parts]
+        for whole, p, (part, held) in zip(wholes, group, parts, strict=True):
+            assert part.parameter is p
+            assert part.split == (processes > 1)
+            assert (whole[part.in_parameter] == -1).all()
+            whole[part.in_parameter] = held
+        assert zero.calls == []
+    for whole, p in zip(wholes, parameters(), strict=True):
+        assert torch.equal(whole.view_as(p), p)
+
+
+def test_a_written_sub_group_reaches_the_model_and_nvme_before_the_next_is_read():
+    zero = Zero3(parameters(), 2, 0, nvme=True)
+    for index, _ in enumerate(partitions(zero, 0, writes=True)):
+        zero.calls.append(("written", index))
+    steps = ("_optimizer_states_and_gradient_swap_in", "written")
+    steps += ("_reassign_or_swap_out_partitioned_parameters",)
+    steps += ("_optimizer_states_and_gradient_swap_out",)
+    by_index = [(step, index) for index in (0, 1) for step in steps]
+    assert zero.calls == [("_partition_all_parameters",), *by_index]
+    zero.calls.clear()
+    assert len(list(partitions(zero, 0))) == 2  # buffers that are only read are released
+    steps = ("_optimizer_states_and_gradient_swap_in", "_release_swap_buffers")
+    assert zero.calls == [(step, index) for index in (0, 1) for step in steps]
+
+
+def new_state(accelerator, lora_dim: int = 0) -> TrainingState:
+    """Return the state of a new model, perhaps with adapters, and of its optimizer."""
+    model = Transformer(LMConfig(dim=32, n_layers=2, n_heads=4, vocab_size=64, max_seq_len=16))
+    if lora_dim:
+        add_lora(model, LoRA(lora_dim, 8.0, "layers", only_lora=True))
+    engine = Engine(accelerator, "single process", deepspeed=None)
+    optimizer = build_optimizer(model, TrainingArguments(dtype="float32"), engine)
+    return TrainingState(engine, *accelerator.prepare(model, optimizer), shapes=model)
+
+
+def test_weights_and_moments_that_do_not_fit_the_model_are_named(accelerator):
+    plain, two, four = (new_state(accelerator, lora_dim) for lora_dim in (0, 2, 4))
+    base, moments = plain.weights(), plain.moments()
     with pytest.raises(ConfigError, match=r"lora_a has shape \(4, 32\), the model needs \(2, 32"):
-        two.state.load_weights(ChainMap(four.state.weights(), base), "checkpoint")
+        two.load_weights(ChainMap(four.weights(), base), "checkpoint")
     with pytest.raises(ConfigError, match=r"wk.lora_a is not in this model"):
-        Trainee(accelerator, ADAMW).state.load_weights(four.state.weights() | base, "checkpoint")
-
-
-@pytest.mark.parametrize("stepped", [False, True])
-def test_the_moments_of_a_parameter_depend_on_its_optimizer(stepped, accelerator):
-    trainee = Trainee(accelerator, MUON)
-    if stepped:
-        trainee.step(1)
-    expected = set()
-    for name, p in trainee.model.named_parameters():
-        by_muon = p.dim() == 2 and name != "tok_embeddings.weight"
-        kept = ("momentum_buffer",) if by_muon else ("exp_avg", "exp_avg_sq")
-        expected |= {f"{name}.{key}" for key in kept}
-    moments = trainee.state.moments()
-    assert moments.keys() == expected
-    assert any(bool(moment.any()) for moment in moments.values()) == stepped
-    assert trainee.state.scalars()["optimizer_step"] == stepped
-    name = "layers.0.attention.wq.weight.momentum_buffer"
-    moments[name] = moments[name][:1]  # a wrong shape
-    with pytest.raises(ConfigError, match=name):
-        trainee.state.load(trainee.state.weights(), moments, trainee.state.scalars(), "checkpoint")
+        plain.load_weights(four.weights() | base, "checkpoint")
+    moments["norm.weight.exp_avg"] = moments["norm.weight.exp_avg"][:1]
+    with pytest.raises(ConfigError, match=r"the shape of norm\.weight\.exp_avg is not"):
+        plain.load(base, moments, plain.scalars(), "checkpoint")
 
 
 def test_the_loss_scale_of_fp16_is_restored():
@@ -111,10 +132,7 @@ def test_the_loss_scale_of_fp16_is_restored():
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
     def state(scaler) -> TrainingState:
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        optimizer = torch.optim.AdamW([parameter])
-        parameter.grad = torch.ones(3)
-        optimizer.step()
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
         zero = SimpleNamespace(optimizer=optimizer, loss_scaler=scaler, bit16_groups=[])
         zero.single_partition_of_fp32_groups = []
         zero.round_robin_bit16_groups = zero.round_robin_bit16_offsets = []
@@ -132,4 +150,3 @@ def test_the_loss_scale_of_fp16_is_restored():
     target.model.config = SimpleNamespace(tie_embeddings=False)
     target.load({}, {}, saved, "checkpoint")
     assert (fresh.cur_scale, fresh.cur_iter, fresh.last_overflow_iter) == (128.0, 70, 69)
-    assert saved["optimizer_step"] == 1
