@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,11 +14,11 @@ from lm.launch.recipe import (
     SHAPES,
     VALIDATION_SHARE,
     Candidate,
-    Plan,
     Task,
     choose,
     plan_for,
     shape_settings,
+    valid_shapes,
 )
 from lm.training.measurement import Speed
 from model import LMConfig
@@ -37,16 +38,6 @@ MODELS = [model(*shape) for shape in SHAPES]
 SPEED = Speed(0.1, 0.002)
 
 
-def at(flops: float):
-    """Return a function: model → its speed on a machine with this many FLOP/s."""
-
-    def speed(model: Candidate) -> Speed:
-        sample = model.length * model.flops / flops
-        return Speed(model.rows * sample, sample / 3)
-
-    return speed
-
-
 def slow(tokens_per_second: float, overhead: float = 0.0):
     """Return a function: model → its speed, if a micro-batch takes `overhead` more seconds."""
 
@@ -57,34 +48,28 @@ def slow(tokens_per_second: float, overhead: float = 0.0):
     return speed
 
 
-def validating(plan: Plan, speed, first: int = 0) -> float:
-    """Return the seconds of all validations."""
-    return (plan.evaluations + first) * plan.samples * speed(plan.model).sample
+def at(flops: float):
+    """Return a function: model → its speed on a machine with this many FLOP/s."""
+    return lambda model: slow(flops / model.flops)(model)
 
 
 def test_more_time_or_speed_trains_a_larger_model_on_more_tokens():
     plans = [
-        choose(replace(TEXT, seconds=s, tokens=1e12), MODELS, at(2e11)) for s in (50, 800, 1e5)
+        choose(replace(TEXT, seconds=seconds, tokens=1e12), MODELS, at(2e11))
+        for seconds in (40, 80, 150, 800, 1e5)
     ]
     sizes = [plan.model.parameters for plan in plans]
     assert sizes == sorted(sizes)
-    assert len(set(sizes)) == 3
+    assert len(set(sizes)) == 5
+    assert sizes[:3] == [model.parameters for model in MODELS[:3]]
     assert [plan.tokens for plan in plans] == sorted(plan.tokens for plan in plans)
     faster = choose(replace(TEXT, seconds=50, tokens=1e12), MODELS, at(16 * 2e11))
-    assert faster.model == plans[1].model
+    assert faster.model == plans[3].model
 
 
 @pytest.mark.parametrize("first", [0, 4, len(SHAPES) - 1])
 def test_the_choice_does_not_depend_on_the_first_guess(first):
     assert choose(TEXT, MODELS, at(2e11), first) == choose(TEXT, MODELS, at(2e11), 3)
-
-
-def test_the_shortest_runs_train_the_smallest_shapes():
-    chosen = []
-    for seconds in (40, 80, 150):
-        plan = choose(replace(TEXT, seconds=seconds), MODELS, at(2e11))
-        chosen.append((plan.model.settings["n_layers"], plan.model.settings["dim"]))
-    assert chosen == [(2, 64), (2, 96), (3, 96)]
 
 
 def test_a_student_is_larger_than_a_model_without_a_teacher_in_the_same_time():
@@ -95,15 +80,10 @@ def test_a_student_is_larger_than_a_model_without_a_teacher_in_the_same_time():
 
 
 def test_after_a_good_guess_only_the_guess_and_one_neighbour_are_measured():
-    asked = []
-
-    def speed(model: Candidate) -> Speed:
-        asked.append(model)
-        return at(2e12)(model)
-
     best = choose(TEXT, MODELS, at(2e12))
+    speed = Mock(side_effect=at(2e12))
     choose(TEXT, MODELS, speed, first=MODELS.index(best.model))
-    assert len(asked) == 2  # the best and one neighbour
+    assert speed.call_count == 2  # the best and one neighbour
 
 
 @pytest.mark.parametrize("flops", [2e9, 2e10, 2e11, 2e12])
@@ -114,8 +94,9 @@ def test_training_fills_the_time_and_validation_takes_at_most_a_tenth(
 ):
     task = replace(TEXT, seconds=seconds, tokens=1e12, samples=samples, validates_first=first)
     plan = choose(task, [MODELS[3]], at(flops))
-    validations = validating(plan, at(flops), first)
-    least = (1 + first) * min(1, samples) * at(flops)(plan.model).sample  # a sequence each
+    sample = at(flops)(plan.model).sample  # seconds of a sequence
+    validations = (plan.evaluations + first) * plan.samples * sample
+    least = (1 + first) * min(1, samples) * sample  # a sequence each
     assert validations <= max(VALIDATION_SHARE * seconds, least)
     total = plan.seconds + validations
     assert total == pytest.approx(seconds, abs=plan.seconds / plan.steps) or plan.steps == 1
@@ -209,14 +190,11 @@ def test_steps_that_run_out_of_memory_get_fewer_sequences():
             choose(replace(TEXT, typed=typed), MODELS[4:], speed)
 
 
-def test_a_long_run_on_a_small_text_makes_the_maximum_number_of_passes():
-    plan = choose(replace(TEXT, seconds=6e5, tokens=3e5), MODELS, at(2e11))
-    assert plan.passes == pytest.approx(TEXT.most_passes, rel=0.01)
-
-
-def test_repeated_tokens_count_in_full_when_the_model_is_chosen():
+def test_a_long_run_reads_a_small_text_most_often_and_repeated_tokens_count_in_full():
     texts = [replace(TEXT, seconds=6e5, tokens=tokens, most_passes=15) for tokens in (3.4e5, 5.2e5)]
-    dims = [choose(text, MODELS, at(2e11)).model.settings["dim"] for text in texts]
+    plans = [choose(text, MODELS, at(2e11)) for text in texts]
+    assert [plan.passes for plan in plans] == pytest.approx([15, 15], rel=0.01)
+    dims = [plan.model.settings["dim"] for plan in plans]
     assert dims == [128, 192]  # the best measured: 1.0 MB of plays, 1.6 MB of source code
 
 
@@ -255,13 +233,11 @@ def test_typed_steps_epochs_and_accumulation_override_the_plan(typed, steps, acc
     assert (plan.steps, plan.accumulation) == (steps, accumulation)
 
 
-def test_a_typed_width_gets_heads_that_divide_it():
+def test_typed_widths_and_heads_fit_each_other_and_the_output_layer_is_untied():
     assert shape_settings(3, 128, {"dim": 100})["n_heads"] == 2
     assert shape_settings(3, 128, {"dim": 1024, "n_heads": 32})["n_heads"] == 32
-    for n_layers, dim in SHAPES:
-        LMConfig(**shape_settings(n_layers, dim, {}))
-
-
-def test_the_output_layer_is_untied_unless_the_flag_is_typed():
-    assert shape_settings(3, 128, {})["tie_embeddings"] is False
+    assert shape_settings(2, 64, {"n_kv_heads": 4})["n_heads"] == 4
+    assert valid_shapes({"n_heads": 64})[0]["dim"] == 128
+    for shape in SHAPES:
+        assert not LMConfig(**shape_settings(*shape, {})).tie_embeddings
     assert shape_settings(3, 128, {"tie_embeddings": True})["tie_embeddings"] is True

@@ -1,9 +1,11 @@
 """The environment variables of run_accelerate.sh."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
-from conftest import REPOSITORY, error_of
+from conftest import error_of
+from test_preflight import in_the_repository  # noqa: F401  a fixture of every test
 
 from lm.common.errors import UsageError
 from lm.launch import shell_variables
@@ -12,11 +14,6 @@ from lm.training.arguments import DistillationArguments, SFTArguments, TrainingA
 from scripts.prepare_data import parse_arguments
 
 TWO_MACHINES = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
 
 
 @pytest.mark.parametrize(
@@ -58,18 +55,9 @@ def test_each_stage_selects_its_arguments_and_minutes_can_be_a_fraction(monkeypa
 )
 def test_each_gpu_gets_a_process_unless_a_number_is_set(monkeypatch, environ, gpus, processes):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    assert ShellVariables(environ).processes == processes
-
-
-def test_the_launcher_gets_the_engine_the_processes_and_the_machines():
-    four = {"NUM_PROCESSES": "4"}
-    one = ShellVariables(four | {"ENGINE": "zero1"}).launcher_words()
-    engine = "--config_file configs/zero1.yaml --num_processes 4 --main_process_port 0"
-    assert one == engine.split()
-    words = ShellVariables(four | TWO_MACHINES | {"MACHINE_RANK": "1"}).launcher_words()
-    machines = "--main_process_port 29500 --num_machines 2 --machine_rank 1 --main_process_ip"
-    machines += " 127.0.0.1 --deepspeed_multinode_launcher standard"
-    assert words[4:] == machines.split()
+    found = ShellVariables(environ)
+    assert found.processes == processes
+    assert found.port == (29500 if environ == TWO_MACHINES else 0)
 
 
 def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
@@ -95,15 +83,10 @@ def test_each_stage_gets_the_flags_that_name_its_data_or_teacher():
     ],
 )
 def test_text_is_prepared_with_typed_flags(monkeypatch, flags, reuse):
-    commands = []
-
-    def run(command, **options):
-        commands.append(command)
-        return SimpleNamespace(returncode=0)
-
+    run = Mock(return_value=SimpleNamespace(returncode=0))
     monkeypatch.setattr(shell_variables.subprocess, "run", run)
     found = ShellVariables({"DATA": "my.txt", "PREPARE_FLAGS": flags}).data_flags({}, {})
-    args = parse_arguments(commands[0][3:])
+    args = parse_arguments(run.call_args.args[0][3:])
     assert (args.data, found) == ("my.txt", {"data": str(args.out)})
     assert (args.reuse, args.overwrite) == (reuse, True)
     assert args.skip_bad_lines is ("--skip_bad_lines" in flags)

@@ -4,75 +4,96 @@ import os
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
-from conftest import REPOSITORY, error_of
-from test_preflight import TINY, ZERO_2
+from conftest import error_of
+from test_preflight import TINY, ZERO_2, in_the_repository  # noqa: F401  a fixture of every test
 
 from lm.common.errors import TooLittleMemoryError
-from lm.engine.deepspeed_config import read_config
 from lm.engine.hardware import GIB
-from lm.engine.memory import MARGIN, OVERHEAD, Workload, estimate
-from lm.engine.strategy import strategies, strategy_of
 from lm.launch import candidates, time_budget
 from lm.launch.candidates import Candidates
 from lm.launch.preflight import read_launch
 from lm.launch.shell_variables import ShellVariables
 from lm.launch.time_budget import TimeBudget
-from lm.training.arguments import build_parser, parse_arguments
-from lm.training.inputs import shapes_of
+from lm.training.arguments import build_parser
 from lm.training.measurement import Speed
 from lm.training.schedule import FROM_WEIGHTS
-from model import LMConfig
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    """Runs a test in the repository, like run_accelerate.sh; then restores the environment."""
-    monkeypatch.chdir(REPOSITORY)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    monkeypatch.setattr(os, "environ", clean)
 
 
 @pytest.fixture
-def flags(packed) -> list[str]:
-    return [*TINY, "--data", str(packed)]
+def budget_of(packed):
+    """Makes the `TimeBudget` of a command with these flags that starts now (started=None: that has
+    started when this process did)."""
+
+    def budget_of(*flags: str, started: float | None = 0.0, **environ: str) -> TimeBudget:
+        request = ShellVariables({"CONFIG": ZERO_2} | environ)
+        read_launch(request.config)
+        typed = build_parser(request.arguments).parse_args(["--data", str(packed), *flags])
+        made = TimeBudget(Candidates(request, vars(typed)), loading=2.0)
+        if started is not None:
+            made.started = time.time() - started
+        return made
+
+    return budget_of
 
 
-def bytes_for(batch_size: int, processes: int = 3) -> int:
-    """Return the bytes that training the tiny model with this batch needs on a GPU under ZeRO-2."""
-    config = LMConfig(dim=32, n_layers=1, n_heads=4, max_seq_len=32, vocab_size=400)
-    args, _ = parse_arguments(["--batch_size", str(batch_size)])
-    work = Workload(
-        args=args,
-        shapes=shapes_of(config, args),
-        processes=processes,
-        device=torch.device("cuda"),
-        compiled=False,
-    )
-    needed = estimate(strategy_of(read_config("ds_config.json")), work)
-    return int(needed.held + needed.working * MARGIN + OVERHEAD) + 1
+@pytest.fixture
+def pretend(monkeypatch):
+    """Pretends that this is a machine with `cores`, of which other programs use `busy`.
+
+    A step takes 20 ms, and time in proportion to its tokens and to the parameters of the model.
+    Threads beyond the free cores make it ten times as slow. A slow machine takes `slow` times as
+    long. A compiled step takes the share `saves` less. A measurement takes `takes` seconds at most.
+    The text may be read `passes` times. Returns a list to which each measurement appends its
+    flags."""
+
+    def pretend(slow=1.0, cores=2, busy=0, saves=0.0, takes=0.0, passes=1e9) -> list[dict]:
+        asked, now = [], [0.0]
+
+        def measure(train, arguments, flags, threads, seconds):
+            asked.append(flags)
+            now[0] += min(takes, seconds)
+            tokens = flags["batch_size"] * flags["max_seq_len"]
+            parameters = 12 * flags["n_layers"] * flags["dim"] ** 2 + 5e5
+            work = slow * (0.02 + 1e-11 * tokens * parameters)
+            work *= 1 - saves * (flags["compile"] == "on")
+            free = max(1, cores - busy)
+            times = {n: work / n if n <= free else 10 * work / free for n in threads or (free,)}
+            best = min(times, key=times.get)
+            sample = times[best] / flags["batch_size"] / 3
+            return Speed(times[best], sample, best if threads else None)
+
+        monkeypatch.setattr(candidates, "measure", measure)
+        monkeypatch.setattr(candidates, "available_cores", lambda: cores)
+        if takes:
+            monkeypatch.setattr(candidates.time, "time", lambda: now[0])
+        monkeypatch.setattr(time_budget, "obstacle", lambda device: None)
+        monkeypatch.setattr(time_budget, "MOST_PASSES", passes)
+        return asked
+
+    return pretend
 
 
-@pytest.mark.parametrize(
-    ("wanted", "missing_bytes", "rows"), [(768, 0, 768), (768, 2, 767), (10**4, 0, 1024)]
-)
-def test_a_micro_batch_fits_up_to_32768_tokens(flags, monkeypatch, wanted, missing_bytes, rows):
-    free = bytes_for(wanted) - missing_bytes
-    free = [free + GIB, free, free + GIB, 0]  # the last GPU is not used
+@pytest.mark.parametrize(("fitting", "rows"), [(768, 768), (10**4, 1024)])
+def test_a_micro_batch_fits_up_to_32768_tokens(budget_of, monkeypatch, fitting, rows):
+    free = [fitting + 1, fitting, fitting + 1, 0]  # the last GPU is not used
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
     monkeypatch.setattr(candidates, "available_memory", lambda device, n: free[device.index])
-    made = budget_of(flags, NUM_PROCESSES="3").candidates
+    monkeypatch.setattr(
+        candidates, "largest_batch", lambda strategy, work, free: free * (work.processes == 3)
+    )
+    made = budget_of(*TINY, NUM_PROCESSES="3").candidates
     made.device = torch.device("cuda")
-    settings = {"n_layers": 1, "dim": 32, "n_heads": 4, "max_seq_len": 32, "tie_embeddings": True}
-    assert made.candidate(settings).rows == rows
+    assert made.models()[0].rows == rows
 
 
 @pytest.mark.parametrize("segmentations", [1, 20])
-def test_a_small_text_keeps_one_matrix_for_both_ends(flags, segmentations):
-    made = budget_of(flags).candidates
+def test_a_small_text_keeps_one_matrix_for_both_ends(budget_of, segmentations):
+    made = budget_of(*TINY).candidates
     made.inputs.train_set.segmentations = segmentations
     for model in made.models():
         assert model.settings["tie_embeddings"] is (segmentations > 1)
@@ -84,8 +105,8 @@ def test_a_small_text_keeps_one_matrix_for_both_ends(flags, segmentations):
     ("n_first", "more", "noise"),
     [(9, {}, True), (0, {}, False), (9, {"source": 1}, False), (9, {"teacher": 1}, False)],
 )
-def test_a_new_model_gets_noise_in_a_text_in_several_segmentations(flags, n_first, more, noise):
-    made = budget_of(flags).candidates
+def test_a_new_model_gets_noise_in_a_text_in_several_segmentations(budget_of, n_first, more, noise):
+    made = budget_of(*TINY).candidates
     model = made.models()[0]
     made.inputs.train_set.n_first = n_first
     made.inputs, made.fixed = replace(made.inputs, **more), "source" in more
@@ -96,7 +117,6 @@ def test_a_new_model_gets_noise_in_a_text_in_several_segmentations(flags, n_firs
 @pytest.mark.parametrize(
     ("device", "pieces", "more", "tokens", "sampled"),
     [
-        ("cpu", 8192, {}, 4096, 16),
         ("cpu", 8192, {}, 8192, 16),
         ("cpu", 8192, {}, 1024, 4),
         ("cpu", 8192, {}, 256, None),
@@ -107,9 +127,9 @@ def test_a_new_model_gets_noise_in_a_text_in_several_segmentations(flags, n_firs
     ],
 )
 def test_a_new_model_on_a_cpu_samples_pieces_in_its_loss(
-    flags, device, pieces, more, tokens, sampled
+    budget_of, device, pieces, more, tokens, sampled
 ):
-    made = budget_of(flags).candidates
+    made = budget_of(*TINY).candidates
     model = made.models()[0]
     model = replace(model, rows=tokens // model.length)
     made.device, made.fixed = torch.device(device), "fixed" in more
@@ -118,119 +138,62 @@ def test_a_new_model_on_a_cpu_samples_pieces_in_its_loss(
     assert made.flags(model).get("sampled_softmax") == sampled
 
 
-def test_a_model_that_does_not_fit_is_no_candidate(packed, monkeypatch):
-    typed = ["--data", str(packed)]
+def test_a_model_that_does_not_fit_is_no_candidate(budget_of, monkeypatch):
     for free, largest in ((2**40, 2048), (2 * GIB, 512), (0, 64)):
         monkeypatch.setattr(candidates, "available_memory", lambda device, n, free=free: free)
-        *_, last = budget_of(typed).candidates.models()
+        *_, last = budget_of().candidates.models()
         assert last.settings["dim"] <= largest
         assert (last.settings["dim"] == 2048) is (free == 2**40)
         assert last.rows >= 1
     monkeypatch.setattr(candidates, "available_memory", lambda device, n: 3 * GIB)
-    *_, last = budget_of([*typed, "--batch_size", "4096"]).candidates.models()
+    *_, last = budget_of("--batch_size", "4096").candidates.models()
     assert last.rows == 4096  # typed
     assert last.settings["dim"] < 256
 
 
-def test_one_process_measures_fewer_sequences_than_fit_into_a_share_and_scales(flags, monkeypatch):
-    asked = pretend(monkeypatch)
-    found = []
-    for rows in (8, 2):
-        made = budget_of(flags, NUM_PROCESSES="2").candidates
-        model = replace(made.models()[0], rows=rows, rows_alone=2)
-        found.append(made.measured(model).step)
-    assert found[0] == pytest.approx(4 * found[1])
+def test_one_process_measures_the_sequences_that_fit_into_it_and_scales_the_time(
+    budget_of, pretend
+):
+    """A model that fits only when it is divided is not measured."""
+    asked = pretend(cores=4)
+    speeds = []
+    for rows, alone in ((8, 2), (2, 2), (8, 0)):
+        made = budget_of(*TINY, NUM_PROCESSES="2").candidates
+        speeds.append(made.measured(replace(made.models()[0], rows=rows, rows_alone=alone)))
+        assert made.thread_counts == (2, 1)  # the processes share the cores
+    assert speeds[0].step == pytest.approx(4 * speeds[1].step)
+    assert [speed.measured for speed in speeds] == [True, True, False]
     assert [each["batch_size"] for each in asked] == [2, 2]
 
 
 @pytest.mark.parametrize(("busy", "threads"), [(0, 4), (1, 3), (2, 2)])
 def test_the_run_gets_the_number_of_threads_that_is_fastest_beside_other_programs(
-    packed, monkeypatch, busy, threads
+    budget_of, pretend, monkeypatch, busy, threads
 ):
-    pretend(monkeypatch, cores=4, busy=busy)
-    found = budget_of(["--data", str(packed)]).flags()
-    assert found["threads"] == threads
+    pretend(cores=4, busy=busy)
+    assert budget_of().flags()["threads"] == threads
+    assert "threads" not in budget_of("--threads", "1").flags()
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "3")
-    assert "threads" not in budget_of(["--data", str(packed)]).flags()
-    del os.environ["OMP_NUM_THREADS"]
-    typed = ["--data", str(packed), "--threads", "1"]
-    assert "threads" not in budget_of(typed).flags()
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-def test_the_processes_of_a_run_share_the_cores(flags, monkeypatch, processes):
-    pretend(monkeypatch, cores=4)
-    made = budget_of(flags, NUM_PROCESSES=str(processes))
-    assert max(made.candidates.thread_counts) == 4 // processes
-
-
-def test_a_busy_machine_trains_the_model_of_a_machine_with_fewer_cores(packed, monkeypatch):
-    """Not a much smaller one, in steps that wait for threads."""
-    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    found = []
-    for cores, busy in ((2, 1), (1, 0)):
-        pretend(monkeypatch, cores=cores, busy=busy)
-        found.append(budget_of(["--data", str(packed)]).flags())
-    for name in ("dim", "n_layers", "batch_size"):
-        assert found[0][name] == found[1][name]
-    assert found[0]["max_steps"] == pytest.approx(found[1]["max_steps"], rel=0.02)
+    assert "threads" not in budget_of().flags()
 
 
 @pytest.mark.parametrize("minutes", ["0.5", "4", "10000"])
-@pytest.mark.parametrize("slow", [1, 100])
-def test_measuring_takes_at_most_a_fifth_of_the_time_or_two_measurements(
-    packed, monkeypatch, minutes, slow
+@pytest.mark.parametrize(("slow", "takes"), [(1, 10), (100, 10), (100, 99)])
+def test_measuring_takes_a_fifth_of_the_time_and_ends_with_the_chosen_model(
+    budget_of, pretend, minutes, slow, takes
 ):
-    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    asked = pretend(monkeypatch, slow=slow, takes=10)
-    budget_of(["--data", str(packed)], MINUTES=minutes).flags()
-    searched = [each for each in asked if each["compile"] == "off"]
-    most = min(0.2 * 60 * float(minutes), candidates.MOST_MEASURING)
-    assert 1 <= len(searched) <= max(2, most // 10)
-
-
-@pytest.mark.parametrize("minutes", ["0.5", "1", "4"])
-def test_on_a_slow_machine_the_chosen_model_is_measured_at_last_and_in_time(
-    packed, monkeypatch, minutes
-):
-    asked = pretend(monkeypatch, slow=100, takes=99)
-    flags = ["--data", str(packed), "--compile", "off"]
-    plan = budget_of(flags, MINUTES=minutes).plan()
+    asked = pretend(slow=slow, takes=takes)
+    plan = budget_of("--compile", "off", MINUTES=minutes).plan()
     assert plan.speed.measured
-    assert candidates.time.time() <= 0.2 * 60 * float(minutes)
-    last = asked[-1]["dim"], asked[-1]["batch_size"]
-    assert last == (plan.model.settings["dim"], plan.model.rows)
+    assert time.time() <= min(0.2 * 60 * float(minutes), candidates.MOST_MEASURING)
+    assert plan.seconds <= 60 * float(minutes) - time.time()  # the run has the rest of the time
+    measured = [(each["dim"], each["batch_size"]) for each in asked]
+    assert (plan.model.settings["dim"], plan.model.rows) in measured
 
 
-def test_the_time_for_measuring_is_taken_from_the_run(packed, monkeypatch):
-    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    steps = []
-    for measuring in (0.0, 30.0):
-        pretend(monkeypatch)
-        made = budget_of(["--data", str(packed)])
-        choose = time_budget.choose
-
-        def slowly(*parts, made=made, seconds=measuring, choose=choose):
-            made.started -= seconds
-            return choose(*parts)
-
-        monkeypatch.setattr(time_budget, "choose", slowly)
-        steps.append(made.plan().seconds)
-        monkeypatch.setattr(time_budget, "choose", choose)
-    assert steps[0] - steps[1] == pytest.approx(60, rel=0.2)  # `choose` is called twice before
-
-
-def test_a_model_that_fits_only_when_it_is_divided_is_not_measured(flags, monkeypatch):
-    asked = pretend(monkeypatch)
-    made = budget_of(flags, NUM_PROCESSES="2").candidates
-    model = replace(made.models()[0], rows=8, rows_alone=0)
-    assert not made.measured(model).measured
-    assert asked == []
-
-
-def test_what_is_not_measured_any_more_is_scaled_from_what_was(packed, monkeypatch):
-    pretend(monkeypatch, slow=7)
-    made = budget_of(["--data", str(packed)]).candidates
+def test_what_is_not_measured_any_more_is_scaled_from_what_was(budget_of, pretend):
+    pretend(slow=7)
+    made = budget_of().candidates
     small, *_, large = made.models()
     before = made.assumed(large).step / made.assumed(small).step
     measured = made.measured(small)
@@ -244,10 +207,9 @@ def test_what_is_not_measured_any_more_is_scaled_from_what_was(packed, monkeypat
 
 
 @pytest.mark.parametrize("wanted", ["auto", "on"])
-def test_compiling_is_not_compared_with_an_assumed_speed(packed, monkeypatch, wanted):
-    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    asked = pretend(monkeypatch, saves=0.2)
-    made = budget_of(["--data", str(packed), "--compile", wanted], MINUTES="99")
+def test_compiling_is_not_compared_with_an_assumed_speed(budget_of, pretend, monkeypatch, wanted):
+    asked = pretend(saves=0.2)
+    made = budget_of("--compile", wanted, MINUTES="99")
     measured = made.candidates.measured
     only_compiled = lambda model, *more, **how: (  # noqa: E731
         measured(model, *more, **how) if how else made.candidates.assumed(model)
@@ -257,31 +219,12 @@ def test_compiling_is_not_compared_with_an_assumed_speed(packed, monkeypatch, wa
     assert [each["compile"] for each in asked] == (["on"] if wanted == "on" else [])
 
 
-def test_memory_that_runs_out_ends_the_search_for_a_larger_model(packed, monkeypatch):
-    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    asked = pretend(monkeypatch, slow=0.01)
-    measure = candidates.measure
-
-    def small_only(train, arguments, flags, threads, seconds):
-        if flags["dim"] > 96 or flags["batch_size"] > 8:
-            raise TooLittleMemoryError("out of memory")
-        return measure(train, arguments, flags, threads, seconds)
-
-    monkeypatch.setattr(candidates, "measure", small_only)
-    made = budget_of(["--data", str(packed)], MINUTES="999")
-    found = made.flags()
-    assert (found["dim"], found["batch_size"]) == (96, 8)
-    assert asked
-    made = budget_of(["--data", str(packed), "--dim", "128"], MINUTES="999")
-    assert "out of memory" in error_of(made.flags, error=TooLittleMemoryError)
-
-
 def test_after_memory_ran_out_the_smaller_micro_batch_is_measured_whatever_the_time(
-    packed, monkeypatch
+    budget_of, pretend, monkeypatch
 ):
-    asked = pretend(monkeypatch)
+    asked = pretend(passes=10)  # a small model suits
     measure = candidates.measure
-    made = budget_of(["--data", str(packed)])
+    made = budget_of()
 
     def little_memory(train, arguments, flags, threads, seconds):
         made.candidates.until = 0.0
@@ -292,6 +235,9 @@ def test_after_memory_ran_out_the_smaller_micro_batch_is_measured_whatever_the_t
     monkeypatch.setattr(candidates, "measure", little_memory)
     made.plan()
     assert asked[0]["batch_size"] == 4
+    none = TooLittleMemoryError("out of memory")
+    monkeypatch.setattr(candidates, "measure", Mock(side_effect=none))
+    assert error_of(budget_of().plan, error=TooLittleMemoryError) == "out of memory"
 
 
 @pytest.mark.parametrize(
@@ -302,10 +248,9 @@ def test_after_memory_ran_out_the_smaller_micro_batch_is_measured_whatever_the_t
         ("0.5", 0.2, None),  # too short to be tried
     ],
 )
-def test_a_run_compiles_if_this_saves_time(packed, monkeypatch, minutes, saves, compiles):
-    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    asked = pretend(monkeypatch, saves=saves)
-    flags = budget_of(["--data", str(packed)], MINUTES=minutes).flags()
+def test_a_run_compiles_if_this_saves_time(budget_of, pretend, minutes, saves, compiles):
+    asked = pretend(saves=saves)
+    flags = budget_of(MINUTES=minutes).flags()
     assert flags["compile"] == ("on" if compiles else "off")
     tried = [each for each in asked if each["compile"] == "on"]
     assert len(tried) == (compiles is not None)
@@ -313,67 +258,21 @@ def test_a_run_compiles_if_this_saves_time(packed, monkeypatch, minutes, saves, 
 
 
 @pytest.mark.parametrize(("waited", "counts"), [(20, True), (130, False)])
-def test_a_long_preparation_does_not_count(packed, monkeypatch, capsys, waited, counts):
+def test_a_long_preparation_does_not_count(budget_of, monkeypatch, capsys, waited, counts):
     """A text or conversations: the preparation takes no CPU time of this process."""
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: time.time() - waited - 5)
     monkeypatch.setattr(time, "process_time", lambda: 5.0)
-    made = budget_of(["--data", str(packed)], started=None)
+    made = budget_of(started=None)
     left = 240 - 5 - 2 * time_budget.LAUNCH_SHARE - waited * counts
     assert made.task().seconds == pytest.approx(left, abs=1)
     assert ("the 4 min begin now" in capsys.readouterr().out) is not counts
 
 
-def budget_of(flags: list[str], started: float | None = 0.0, **environ: str) -> TimeBudget:
-    """Return the `TimeBudget` of a command that started so many seconds ago (None: when it did)."""
-    request = ShellVariables({"CONFIG": ZERO_2} | environ)
-    read_launch(request.config)
-    typed = vars(build_parser(request.arguments).parse_args(flags))
-    made = TimeBudget(Candidates(request, typed), loading=2.0)
-    if started is not None:
-        made.started = time.time() - started
-    return made
-
-
-def pretend(
-    monkeypatch,
-    slow: float = 1.0,
-    cores: int = 2,
-    busy: int = 0,
-    saves: float = 0.0,
-    takes: float = 0.0,
-) -> list[dict]:
-    """Pretend that this is a machine with `cores`, of which other programs use `busy`.
-
-    A step takes 20 ms, and time in proportion to its tokens and to the parameters of the model.
-    Threads beyond the free cores make it ten times as slow. A slow machine takes `slow` times as
-    long. A compiled step takes the share `saves` less. A measurement takes `takes` seconds at most.
-    Return a list to which each measurement appends its flags."""
-    asked, now = [], [0.0]
-
-    def measure(train, arguments, flags, threads, seconds):
-        asked.append(flags)
-        now[0] += min(takes, seconds)
-        tokens = flags["batch_size"] * flags["max_seq_len"]
-        work = slow * (0.02 + 1e-11 * tokens * (12 * flags["n_layers"] * flags["dim"] ** 2 + 5e5))
-        work *= 1 - saves * (flags["compile"] == "on")
-        free = max(1, cores - busy)
-        times = {n: work / n if n <= free else 10 * work / free for n in threads or (free,)}
-        best = min(times, key=times.get)
-        sample = times[best] / flags["batch_size"] / 3
-        return Speed(times[best], sample, best if threads else None)
-
-    monkeypatch.setattr(candidates, "measure", measure)
-    monkeypatch.setattr(candidates, "available_cores", lambda: cores)
-    if takes:
-        monkeypatch.setattr(candidates.time, "time", lambda: now[0])
-    monkeypatch.setattr(time_budget, "obstacle", lambda device: None)
-    return asked
-
-
-def test_more_minutes_give_more_steps_and_the_chosen_model_is_printed(packed, monkeypatch, capsys):
-    asked = pretend(monkeypatch)
-    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    chosen = [budget_of(["--data", str(packed)], MINUTES=m).flags() for m in ("1", "99")]
+def test_more_minutes_give_more_steps_and_the_chosen_model_is_printed(
+    budget_of, pretend, packed, capsys
+):
+    asked = pretend()
+    chosen = [budget_of(MINUTES=minutes).flags() for minutes in ("1", "99")]
     assert 200 <= chosen[0]["max_steps"] < chosen[1]["max_steps"]
     said = capsys.readouterr().out
     assert f"recipe: 1 min for {chosen[0]['n_layers']} layers of dim {chosen[0]['dim']}" in said
@@ -382,61 +281,54 @@ def test_more_minutes_give_more_steps_and_the_chosen_model_is_printed(packed, mo
     assert {flags["data"] for flags in asked} == {str(packed)}
 
 
-def test_a_text_that_is_too_small_for_the_time_is_reported(packed, monkeypatch, capsys):
-    pretend(monkeypatch)
-    flags = budget_of(["--data", str(packed)], MINUTES="10000").flags()
+def test_a_text_that_is_too_small_for_the_time_is_reported(budget_of, pretend, capsys):
+    pretend(passes=time_budget.MOST_PASSES)
+    flags = budget_of(MINUTES="10000").flags()
     assert "more text would help" in capsys.readouterr().out
     assert flags["max_steps"] < 10_000
 
 
-def test_the_dial_and_the_run_count_the_same_flops_with_a_teacher(packed):
+def test_the_dial_and_the_run_count_the_same_flops_with_a_teacher(budget_of):
     """Otherwise the time that a plan expects would be wrong."""
-    made = budget_of(["--data", str(packed)]).candidates
+    made = budget_of().candidates
     alone = made.inputs.flops_per_token
     teacher = SimpleNamespace(shapes=made.inputs.shapes, zero=None)
     made.inputs, made.fixed = replace(made.inputs, teacher=teacher), True
     assert made.candidate({}).flops == made.inputs.flops_per_token > alone
 
 
-def test_nothing_is_measured_if_the_typed_flags_decide_the_steps(flags, monkeypatch):
-    asked = pretend(monkeypatch)
-    typed = [*flags, "--max_steps", "7", "--learning_rate", "0.5"]
-    added = budget_of(typed).flags()
+def test_nothing_is_measured_if_the_typed_flags_decide_the_steps(budget_of, pretend):
+    asked = pretend()
+    added = budget_of(*TINY, "--max_steps", "7", "--learning_rate", "0.5").flags()
     assert asked == []
     assert not added.keys() & {"max_steps", "dim", "n_layers"}
     assert not added.keys() & FROM_WEIGHTS.keys()  # a typed rate is that of all layers
     assert added["muon_learning_rate"] == 0.03
 
 
-def test_several_machines_choose_the_same_flags_without_measuring(packed, monkeypatch):
-    asked = pretend(monkeypatch)
-    monkeypatch.setattr(time_budget, "MOST_PASSES", 1e9)
-    place = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
-    monkeypatch.setattr(os, "environ", os.environ | place)
-    typed, chosen = ["--data", str(packed)], []
-    for rank in ("0", "1"):
-        place["MACHINE_RANK"] = rank
-        place |= {"NUM_PROCESSES": "4", "CONFIG": "configs/multi_node.yaml"}
-        made = budget_of(typed, **place)
-        made.started -= 30 * int(rank)  # the second machine began earlier
-        chosen.append(made.flags())
+def test_several_machines_choose_the_same_flags_without_measuring(budget_of, pretend, monkeypatch):
+    asked = pretend()
+    monkeypatch.setitem(os.environ, "NUM_MACHINES", "2")  # for the launcher's file
+    place = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1", "NUM_PROCESSES": "4"}
+    place["CONFIG"] = "configs/multi_node.yaml"
+    chosen = [
+        budget_of(started=30.0 * rank, MACHINE_RANK=str(rank), **place).flags() for rank in (0, 1)
+    ]
     assert chosen[0] == chosen[1]
     assert asked == []
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])
-def test_engines_that_support_muon_get_muon(name, flags, monkeypatch):
-    pretend(monkeypatch)
-    strategy = next(strategy for strategy in strategies() if strategy.config == name)
-    made = budget_of([*flags, "--max_steps", "9"], CONFIG=f"configs/{name}.yaml")
-    assert made.flags()["optimizer"] == ("muon" if strategy.takes_muon else "adamw")
-    typed = [*flags, "--max_steps", "9", "--optimizer", "adamw"]
-    added = budget_of(typed, CONFIG=f"configs/{name}.yaml").flags()
+@pytest.mark.parametrize(("name", "optimizer"), [("zero2", "muon"), ("zero2_offload", "adamw")])
+def test_engines_that_support_muon_get_muon(budget_of, name, optimizer):
+    typed = ["--max_steps", "9", *TINY]
+    assert budget_of(*typed, CONFIG=f"configs/{name}.yaml").flags()["optimizer"] == optimizer
+    added = budget_of(*typed, "--optimizer", "adamw", CONFIG=f"configs/{name}.yaml").flags()
     assert "muon_learning_rate" not in added
 
 
-def test_a_larger_batch_has_a_higher_rate_beside_muon(packed, monkeypatch):
-    pretend(monkeypatch)
-    typed = ["--data", str(packed), "--max_steps", "9", "--accumulation_steps"]
-    found = [budget_of([*typed, str(n)]).flags() for n in (1, 4)]
-    assert found[1]["learning_rate"] == pytest.approx(2 * found[0]["learning_rate"], rel=0.05)
+def test_a_larger_batch_has_a_higher_rate_beside_muon(budget_of):
+    found = [
+        budget_of("--max_steps", "9", "--accumulation_steps", n).flags()["learning_rate"]
+        for n in ("1", "4")
+    ]
+    assert found[1] == pytest.approx(2 * found[0], rel=0.05)
