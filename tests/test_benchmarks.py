@@ -107,31 +107,28 @@ def test_a_loop_is_a_token_or_a_pair_that_stands_eight_times_in_a_row():
     assert sampling.repeated_share([1, 2]) is None
 
 
-def turn(contender: str, number: int, speed: float) -> Turn:
-    return Turn(
-        contender=contender,
-        round=number,
-        tokens_per_second=speed,
-        flops_per_second=speed * 1e9,
-        peak_flops=1e12,
-        product_flops=5e11,
-        peak_bytes=2**30,
-        expected_bytes=2**31,
-        first_step_seconds=1.0,
-    )
-
-
 def test_ratios_are_taken_within_a_round_and_shares_of_the_peak_are_medians():
     speeds = {"ours": {1: 100, 3: 50, 4: 25}, "litgpt": {2: 900, 3: 25, 4: 6.25}}
-    turns = [turn(who, n, speed) for who, own in speeds.items() for n, speed in own.items()]
+    turns = [
+        Turn(
+            contender=who,
+            round=number,
+            tokens_per_second=speed,
+            flops_per_second=speed * 1e9,
+            peak_flops=1e12,
+            product_flops=5e11,
+            peak_bytes=2**30,
+            expected_bytes=2**31,
+            first_step_seconds=1.0,
+        )
+        for who, own in speeds.items()
+        for number, speed in own.items()
+    ]
     ours, peer = table_rows(turns)
     assert (ours["ratio"], peer["ratio"]) == ("1", "0.375 (0.250 to 0.500)")
-    assert (ours["tokens/s"], ours["MFU"], ours["of products"]) == (
-        "50 (25 to 100)",
-        "5.0%",
-        "10.0%",
-    )
-    assert (ours["memory"], ours["expected"]) == ("1.00 GiB", "2.00 GiB")
+    expected = {"tokens/s": "50 (25 to 100)", "MFU": "5.0%", "of products": "10.0%"}
+    expected |= {"memory": "1.00 GiB", "expected": "2.00 GiB"}
+    assert ours | expected == ours
     (alone,) = table_rows(turns[:1])
     assert alone["ratio"] == "1"
 
@@ -149,22 +146,24 @@ def test_the_gpu_script_runs_all_gpu_tests():
     assert {str(path.relative_to(REPOSITORY)) for path in files} == set(gpu.TESTS.split()[-2:])
 
 
-# A program that runs parts. The last part starts a process in a session of its own, and hangs.
+# A program that runs parts. Two of them start a process in a session of its own, and hang.
 HANGING = """
 import sys, time
 from pathlib import Path
 from benchmarks.gpu import Part, run_parts
 from lm.common.errors import stop_in_order
 stop_in_order()
-out, seconds = Path(sys.argv[1]), float(sys.argv[2])
+out = Path(sys.argv[1])
 hang = f"import os, time; print('begun'); os.fork() or os.setsid(); time.sleep(600)  # {out}"
-parts = [
+*parts, last = [
     Part("start", 99, [sys.executable, "-c", "print('a row of a table')"]),
     Part("broken", 99, [sys.executable, "-c", "raise SystemExit('no such thing')"]),
-    Part("hangs", seconds, [sys.executable, "-c", hang]),
+    Part("hangs", 6, [sys.executable, "-c", hang]),
     Part("too late", 1, ["true"]),
+    Part("interrupted", 600, [sys.executable, "-c", hang]),
 ]
 assert not run_parts(parts, out, time.monotonic())
+run_parts([last], out, time.monotonic())
 """
 
 
@@ -179,29 +178,25 @@ def report(folder) -> dict[str, list[str]]:
     return {title.rpartition(",")[0]: list(filter(None, lines)) for title, *lines in parts}
 
 
-EARLIER = {"start: passed": ["a row of a table"], "broken: failed, exit code 1": ["no such thing"]}
-
-
-@pytest.mark.slow
-def test_a_part_that_hangs_is_killed_with_all_its_processes(tmp_path):
-    run([sys.executable, "-c", HANGING, str(tmp_path), "6"]).worked()
-    assert report(tmp_path) == EARLIER | {"hangs: out of time": ["begun"], "too late: left out": []}
-    assert str(tmp_path) not in running_commands()
-
-
 def running_commands() -> str:
     processes = psutil.process_iter(["cmdline"])
     return "\n".join(" ".join(each.info["cmdline"] or []) for each in processes)
 
 
 @pytest.mark.slow
-def test_the_report_of_an_interrupted_program_has_all_results_so_far(tmp_path):
-    command = [sys.executable, "-c", HANGING, str(tmp_path), "600"]
+def test_parts_that_hang_and_those_of_an_interrupted_program_are_killed_and_reported(tmp_path):
+    command = [sys.executable, "-c", HANGING, str(tmp_path)]
     process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": "."})
-    wait_for(lambda: "\nbegun" in read(tmp_path / gpu.LOG), process)
+    wait_for(lambda: read(tmp_path / gpu.LOG).count("\nbegun") == 2, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait() != 0
-    assert report(tmp_path) == EARLIER | {"hangs: stopped": ["begun"]}
+    assert report(tmp_path) == {
+        "start: passed": ["a row of a table"],
+        "broken: failed, exit code 1": ["no such thing"],
+        "hangs: out of time": ["begun"],
+        "too late: left out": [],
+        "interrupted: stopped": ["begun"],
+    }
     assert str(tmp_path) not in running_commands()
 
 

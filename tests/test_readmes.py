@@ -25,6 +25,7 @@ OTHER_FLAGS = {
     *("--no-deps", "--all", "--no", "--nproc_per_node", "--signal", "--depth"),
     *("--nodes", "--ntasks-per-node", "--gpus-per-node"),  # SLURM
 }
+FENCED = re.compile(r"^```.*?\n(.*?)^```\n?", re.MULTILINE | re.DOTALL)
 HAN = r"[\u4e00-\u9fff]"
 TRANSLATED = ("docs/data", "docs/reading")  # pages that also exist in Chinese, as NAME_zh.md
 MIRRORS = ("pypi.tuna.tsinghua.edu.cn", "hf-mirror.com", "modelscope")  # only for Chinese readers
@@ -34,15 +35,8 @@ FOREIGN = ("docs/coming-from.md", "docs/lab-log.md")
 
 def code_blocks(text: str) -> list[str]:
     """Return the fenced blocks of code, then the indented blocks."""
-    fenced = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    without = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
-    return fenced + re.findall(r"(?:^    .*\n)+", without, re.MULTILINE)
-
-
-def code_spans(text: str) -> list[str]:
-    """Return the texts between backticks outside of fenced blocks, without line breaks."""
-    prose = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
-    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    indented = re.findall(r"(?:^    .*\n)+", FENCED.sub("", text), re.MULTILINE)
+    return FENCED.findall(text) + indented
 
 
 def links(text: str) -> list[str]:
@@ -58,15 +52,15 @@ def rows(text: str) -> list[list[str]]:
 
 def anchors(text: str) -> list[str]:
     """Return the anchors of the headings, in order, as GitHub names them."""
-    without_code = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ (.*)", without_code, re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)", FENCED.sub("", text), re.MULTILINE)
     return ["#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 def typed(text: str) -> list[str]:
     """Return the lines of code, joined where they end in a backslash, and the code spans."""
     code = re.sub(r"\\\n\s*", " ", "".join(code_blocks(text)))
-    return [line.strip() for line in [*code.splitlines(), *code_spans(text)]]
+    spans = re.findall(r"`([^`]+)`", FENCED.sub("", text))
+    return [" ".join(line.split()) for line in [*code.splitlines(), *spans]]
 
 
 def commands(text: str) -> set[str]:
