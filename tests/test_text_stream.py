@@ -4,33 +4,21 @@ import random
 
 import pytest
 from json_tokenizers import MARKERS, write_tokenizer
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from test_tokenizer_json import DUMMY_PREFIX, changed
 
-from lm.data.tokenizer import Tokenizer, open_tokenizer
+from lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, open_tokenizer
 from lm.inference.generation import StreamedText
 from lm.inference.sampling import Sampling
 
 SUM = "sum 3: 1 + 2 = 3;\n"
-SPACES = "emoji 🤗👩‍👩‍👧 and é, tabs\t\tand  spaces "
-TEXTS = [SUM, SPACES, "\u2581 literal, \x00 control, \r\n", " leading"]
 
 
-@pytest.fixture(scope="module")
-def foreign(packed, tmp_path_factory) -> Tokenizer:
-    """A tokenizer that puts a space before a text and drops it when decoding, as Llama 2's does."""
-    model = ModelProto.FromString((packed / "tokenizer.model").read_bytes())
-    model.normalizer_spec.add_dummy_prefix = True
-    path = tmp_path_factory.mktemp("foreign") / "t.model"
-    path.write_bytes(model.SerializeToString())
-    return Tokenizer(path)
-
-
-def write(tokenizer: Tokenizer, ids: list[int], most: int, **options) -> tuple[list[str], str]:
-    """Give these ids to a text of at most `most` tokens; return its pieces and why it ended."""
+def write(tokenizer: Tokenizer, ids: list[int], most=None, **options) -> tuple[list[str], str]:
+    """Give these ids to a text of `most` tokens (None: as many); return pieces and why it ended."""
     delivered = []
     text = StreamedText(
         prompt=[5],
-        max_new_tokens=most,
+        max_new_tokens=most or len(ids),
         sampling=Sampling(),
         tokenizer=tokenizer,
         deliver=lambda *piece: delivered.append(piece),
@@ -44,43 +32,31 @@ def write(tokenizer: Tokenizer, ids: list[int], most: int, **options) -> tuple[l
     return list(pieces), text.finish_reason
 
 
-def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """Return the pieces of a text that has just these ids."""
-    return write(tokenizer, ids, len(ids))[0] if ids else []
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text):
-    first, *ids = tokenizer.encode(text)
-    beyond = [first, tokenizer.vocab_size + 7, *ids, tokenizer.vocab_size]  # ids without a piece
-    for parts in (streamed(tokenizer, [first, *ids]), streamed(tokenizer, beyond)):
-        assert "".join(parts) == text
-        assert not any("\ufffd" in part for part in parts)
-
-
 def test_a_character_is_delivered_when_it_is_complete_or_cannot_become_complete(tokenizer):
     ids = tokenizer.encode("🤗!")
-    assert streamed(tokenizer, ids) == ["", "", "", "🤗", "!"]
+    assert write(tokenizer, ids)[0] == ["", "", "", "🤗", "!"]
     broken = tokenizer.decode(ids[:2])
-    assert streamed(tokenizer, ids[:2]) == ["", broken]
-    assert streamed(tokenizer, [*ids[:2], *tokenizer.encode("sum")])[2].startswith(broken + "s")
+    assert write(tokenizer, ids[:2])[0] == ["", broken]
+    pieces, _ = write(tokenizer, [*ids[:2], *tokenizer.encode("sum")])
+    assert pieces[2].startswith(broken + "s")
 
 
-@pytest.mark.parametrize("which", ["tokenizer", "foreign", *MARKERS])
-def test_streaming_random_ids_gives_the_text_of_decoding_them_all(which, request, texts, tmp_path):
-    """Some characters are incomplete, or have a marker between their bytes."""
-    draw = random.Random(0)
-    if which in MARKERS:
-        tokenizer = open_tokenizer(write_tokenizer(tmp_path, which, texts))
-    else:
-        tokenizer = request.getfixturevalue(which)
+@pytest.mark.parametrize("kind", ["ours", "dummy prefix", *MARKERS])
+def test_streaming_random_ids_gives_the_text_of_decoding_them_all(kind, packed, texts, tmp_path):
+    """Some characters are incomplete, or have a marker or an id without a piece inside."""
+    draw, path = random.Random(0), packed
+    if kind in MARKERS:
+        path = write_tokenizer(tmp_path, kind, texts)
+    elif kind == "dummy prefix":
+        path = changed(packed / TOKENIZER_FILE, tmp_path / "t.model", DUMMY_PREFIX)
+    tokenizer = open_tokenizer(path)
     prompt = [tokenizer.bos_id, *tokenizer.encode("sum x")]
     for _ in range(300):
-        ids = [draw.randrange(tokenizer.vocab_size) for _ in range(30)]
+        ids = [draw.randrange(tokenizer.vocab_size + 9) for _ in range(30)]
         ids += [draw.randrange(3, 259) for _ in range(20)]  # bytes, mostly no valid characters
         ids = [id for id in ids if id != tokenizer.eos_id]  # it would end the text
         whole = tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
-        assert "".join(streamed(tokenizer, ids)) == whole
+        assert "".join(write(tokenizer, ids)[0]) == whole
 
 
 # "sum" is one piece: it holds "u" and "m", and "u" comes first.

@@ -1,15 +1,27 @@
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
+from conftest import REPOSITORY, error_of
+from json_tokenizers import MARKERS, write_tokenizer
+from tokenizers import decoders, models
 
 from lm.common.errors import UsageError
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer import (
+    JsonTokenizer,
+    Tokenizer,
+    copy_tokenizer,
+    open_tokenizer,
+    tokenizer_hash,
+)
 from lm.data.tokenizer_training import train_tokenizer
 
+VOCAB = 700  # of a tokenizer.json
+CHINESE = (REPOSITORY / "README_zh.md").read_text("utf-8")  # some pieces end within a character
 MANY_CHINESE = ["".join(map(chr, range(0x4E00 + i, 0x4E00 + i + 40))) for i in range(0, 4000, 40)]
-
-
 NASTY = {
     "nothing": "",
     "Chinese": "第1句:你好,世界。「龘」",
@@ -32,36 +44,43 @@ NASTY = {
     "256 code points": "".join(map(chr, range(256))),
     "a long word": "a" * 5000,
 }
+TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
+TEXTS += [f"a{name}b {name}" for kind in MARKERS.values() for name in (kind[0], *kind[2])]
+of_json = pytest.mark.parametrize("tokenizer", MARKERS, indirect=True)
 
 
-@pytest.mark.parametrize("text", NASTY.values(), ids=NASTY)
-def test_decoding_returns_the_text_exactly(tokenizer, text):
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert not {0, tokenizer.bos_id, tokenizer.eos_id} & set(ids)
-    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == text
-    assert tokenizer.encode_batch(["x", text]) == [tokenizer.encode("x"), ids]
+@pytest.fixture(scope="module", params=["SentencePiece", *MARKERS])
+def tokenizer(request, packed, texts, tmp_path_factory) -> Tokenizer:
+    """A SentencePiece model, or a tokenizer.json beside a tokenizer_config.json."""
+    folder = packed
+    if request.param in MARKERS:
+        folder = tmp_path_factory.mktemp(request.param)
+        write_tokenizer(folder, request.param, [*texts, CHINESE], VOCAB)
+    return open_tokenizer(folder)
+
+
+def test_decoding_returns_the_text_exactly_and_the_name_of_a_marker_is_encoded_as_text(tokenizer):
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+        assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == text
+        assert tokenizer.encode_batch(["x", text]) == [tokenizer.encode("x"), ids]
 
 
 def test_ids_without_a_piece_and_cut_characters_can_be_decoded(tokenizer):
     ids = tokenizer.encode("龘")
     assert tokenizer.decode(ids[:-1]).strip("\ufffd") == ""
-    assert tokenizer.decode([400, *ids, 10_000]) == "龘"
+    assert tokenizer.decode([tokenizer.vocab_size, *ids, 10_000]) == "龘"
 
 
-def test_ids_with_space_are_the_pieces_that_decode_to_a_leading_space(tokenizer):
-    one = tokenizer.encode("1")
-    decoded = {id: tokenizer.decode([*one, id]) for id in range(3, 400)}
-    spaced = [id for id, text in decoded.items() if text.startswith("1 ")]
-    assert tokenizer.ids_with_space == [id for id in spaced if not tokenizer._model.is_byte(id)]
+def test_a_space_at_the_end_of_a_prompt_is_left_to_a_piece_that_begins_with_a_space(tokenizer):
+    one, ids = tokenizer.encode("1"), sorted(tokenizer.pieces_of_text.values())
+    spaced = [id for id in ids if tokenizer.decode([*one, id]).startswith("1 ")]
     assert 5 < len(spaced) < 300
-
-
-def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
     for text in ("1 + ", "1  ", " "):
-        ids, next_ids = tokenizer.encode_prompt(text)
-        assert ids == [tokenizer.bos_id, *tokenizer.encode(text[:-1])]
-        assert next_ids == tokenizer.ids_with_space
+        ids = [tokenizer.bos_id, *tokenizer.encode(text[:-1])]
+        assert tokenizer.encode_prompt(text) == (ids, spaced)
     for text in ("1 +", " 1", "1\n", "1\t"):
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
         assert tokenizer.encode_prompt(text) == (ids, [])
@@ -110,11 +129,61 @@ def test_an_unfit_vocabulary_is_refused_with_a_number_that_works(tmp_path, texts
         assert Tokenizer(path).vocab_size == size
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no model\n" * 20, bytes(1000), "cut"])
-def test_a_file_that_is_no_model_is_refused_by_name(tokenizer, tmp_path, content):
-    if content == "cut":
-        content = Path(tokenizer.path).read_bytes()[:5000]
+@pytest.mark.parametrize("content", [None, b"", b"no model\n" * 20])
+def test_a_file_that_is_no_model_is_refused_by_name(tmp_path, content):
     if content is not None:
         (tmp_path / "t.model").write_bytes(content)
-    with pytest.raises(UsageError, match=str(tmp_path / "t.model")):
-        Tokenizer(tmp_path / "t.model")
+    assert str(tmp_path / "t.model") in error_of(Tokenizer, tmp_path / "t.model")
+
+
+@of_json
+def test_ids_and_texts_are_those_of_auto_tokenizer(tokenizer, texts, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(Path(tokenizer.path).parent, tmp_path / "t")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    # SmolLM2's file names GPT2Tokenizer, which would use another pre-tokenizer.
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    all_texts = [*TEXTS, *texts]
+    expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in all_texts]
+    assert tokenizer.encode_batch(all_texts) == expected
+    decoded = [theirs.decode(ids, skip_special_tokens=True) for ids in expected]
+    assert [tokenizer.decode(ids) for ids in expected] == decoded
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert tokenizer.vocab_size == len(theirs) == VOCAB
+
+
+@of_json
+def test_a_copied_tokenizer_has_the_same_hash_in_any_folder(tokenizer, packed, tmp_path):
+    folder = Path(tokenizer.path).parent
+    copy_tokenizer(folder, tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    hashes = {tokenizer_hash(path) for path in (folder, tmp_path, tmp_path / "tokenizer.json")}
+    assert len(hashes) == 1
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "1"}))
+    other = open_tokenizer(tmp_path)
+    assert other.bos_id == other.eos_id == other.encode("1")[0]  # no bos_token: eos begins texts
+    assert tokenizer_hash(tmp_path) not in hashes  # documents get other ids
+    assert isinstance(other, JsonTokenizer)
+    shutil.copy(packed / "tokenizer.model", tmp_path)
+    assert not isinstance(open_tokenizer(tmp_path), JsonTokenizer)
+
+
+@of_json
+def test_files_without_byte_level_bpe_or_without_markers_are_refused(tokenizer, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    assert "no such tokenizer file" in error_of(open_tokenizer, path)
+    for content in ("", "{}", "\0"):
+        path.write_text(content)
+        assert "not a tokenizer.json" in error_of(open_tokenizer, tmp_path)
+    shutil.copy(tokenizer.path, path)
+    assert "no piece that ends a document" in error_of(open_tokenizer, path)
+    for config, reason in (("{}", "no eos_token"), ('{"eos_token": "<no>"}', "has no piece <no>")):
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        assert reason in error_of(open_tokenizer, path)
+    other = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    other.decoder = decoders.ByteFallback()
+    other.save(str(path))
+    assert "only byte-level BPE can be read" in error_of(open_tokenizer, tmp_path)

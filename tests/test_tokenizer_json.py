@@ -2,17 +2,17 @@
 
 import json
 import random
+import shutil
 import sysconfig
 from pathlib import Path
 
 import pytest
 import tokenizers
-from conftest import VOCAB_SIZE
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import MANY_CHINESE, NASTY
 
 from lm.common.errors import UsageError
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lm.data.tokenizer_training import train_tokenizer
 from lm.formats.tokenizer_json import convert, restore
 
@@ -28,15 +28,8 @@ def pair(request, tmp_path_factory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     texts, vocab_size = (PYTHON, 1000) if request.param != "Chinese" else (MANY_CHINESE, 2000)
     train_tokenizer(texts, vocab_size, path, may_shrink=True)
     if request.param == "dummy prefix":
-        model = ModelProto.FromString(path.read_bytes())
-        changed(model, path, set_field("normalizer_spec", "add_dummy_prefix", True))
+        changed(path, path, DUMMY_PREFIX)
     return both(path)
-
-
-@pytest.fixture(scope="module")
-def model(packed) -> ModelProto:
-    """A trained SentencePiece model, of which `changed` writes changed copies."""
-    return ModelProto.FromString((packed / "tokenizer.model").read_bytes())
 
 
 def both(path: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
@@ -47,8 +40,9 @@ def both(path: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     return tokenizer, converted
 
 
-def changed(model: ModelProto, path: Path, change) -> Path:
-    copy = ModelProto.FromString(model.SerializeToString())
+def changed(source: Path, path: Path, change) -> Path:
+    """Write a changed copy of a SentencePiece model to `path`; return `path`."""
+    copy = ModelProto.FromString(source.read_bytes())
     change(copy)
     path.write_bytes(copy.SerializeToString())
     return path
@@ -60,6 +54,10 @@ def set_field(spec: str, field: str, value):
 
 def set_piece(index: int, field: str, value):
     return lambda model: setattr(model.pieces[index], field, value)
+
+
+NORMALIZER, TRAINER = "normalizer_spec", "trainer_spec"
+DUMMY_PREFIX = set_field(NORMALIZER, "add_dummy_prefix", True)  # as in Llama 2's tokenizer
 
 
 def assert_equal(pair, texts: list[str]) -> None:
@@ -85,7 +83,7 @@ def test_nasty_and_random_text_has_equal_ids_and_equal_decoded_text(pair):
     assert_equal(pair, [*NASTY.values(), *PYTHON, *(random_text() for _ in range(2000))])
 
 
-def test_ids_are_equal_whatever_the_scores_of_the_pieces(model, tmp_path):
+def test_ids_are_equal_whatever_the_scores_of_the_pieces(packed, tmp_path):
     """Several pairs may join to one piece; every text forms this piece from the same pair."""
     chooser = random.Random(4)
     for _ in range(100):
@@ -99,26 +97,25 @@ def test_ids_are_equal_whatever_the_scores_of_the_pieces(model, tmp_path):
             for rank, piece in enumerate([*order, "a", "b", "\u2581"]):
                 copy.pieces.add(piece=piece, score=-rank, type=KINDS.NORMAL)
 
-        pair = both(changed(model, tmp_path / "t.model", rewrite))
+        pair = both(changed(packed / TOKENIZER_FILE, tmp_path / "t.model", rewrite))
         texts = ["".join(chooser.choices("aaab", k=30)) for _ in range(60)]
         assert_equal(pair, [*texts, *("a" * n for n in range(1, 60))])
 
 
-def test_spaces_stay_spaces_and_a_model_without_a_space_piece_has_equal_ids(model, tmp_path):
+def test_spaces_stay_spaces_and_a_model_without_a_space_piece_has_equal_ids(tokenizer, tmp_path):
     def rewrite(copy):
         kept = [piece for piece in copy.pieces if "\u2581" not in piece.piece]
         del copy.pieces[:]
         copy.pieces.extend(kept)
 
-    _, converted = both(changed(model, tmp_path / "s.model", lambda copy: None))
-    assert " " in converted.get_vocab()
-    assert not any("\u2581" in piece for piece in converted.get_vocab())
-    pair = both(changed(model, tmp_path / "t.model", rewrite))
+    vocabulary = convert(tokenizer).get_vocab()
+    assert " " in vocabulary
+    assert not any("\u2581" in piece for piece in vocabulary)
+    pair = both(changed(Path(tokenizer.path), tmp_path / "t.model", rewrite))
     assert " " not in pair[1].get_vocab()
     assert_equal(pair, [*NASTY.values(), "1 + 1 = 2", "\u2581 \u2581"])
 
 
-NORMALIZER, TRAINER = "normalizer_spec", "trainer_spec"
 REFUSED = {
     "is not BPE": set_field(TRAINER, "model_type", 1),
     "has no pieces for bytes": set_field(TRAINER, "byte_fallback", False),
@@ -133,9 +130,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_a_model_that_cannot_be_converted_exactly_is_refused_with_a_reason(model, tmp_path, reason):
-    tokenizer = Tokenizer(path := changed(model, tmp_path / "t.model", lambda copy: None))
-    changed(model, path, REFUSED[reason])  # SentencePiece would not open some of these
+def test_a_model_that_cannot_be_converted_is_refused_with_a_reason(packed, tmp_path, reason):
+    path = Path(shutil.copy(packed / TOKENIZER_FILE, tmp_path))
+    tokenizer = Tokenizer(path)
+    changed(path, path, REFUSED[reason])  # SentencePiece would not open some of these
     with pytest.raises(UsageError, match=reason) as error:
         convert(tokenizer)
     assert str(path) in str(error.value)
@@ -160,23 +158,21 @@ def swap_ids(content: dict, first: int, second: int) -> None:
     vocabulary |= {names[first]: second, names[second]: first}
 
 
-PAD = {"id": VOCAB_SIZE, "content": "<pad>", "special": True, "normalized": False}
-PAD |= {"single_word": False, "lstrip": False, "rstrip": False}
 CHANGES = {
     "merges in another order": lambda json: json["model"]["merges"].reverse(),
     "two bytes swapped": lambda json: swap_ids(json, 100, 101),
-    "an added token": lambda json: json["added_tokens"].append(PAD),
     "another normalizer": lambda json: json.update(normalizer={"type": "NFC"}),
     "not a tokenizer": lambda json: json.pop("model"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_tokenizer_json_that_differs_in_any_way_is_not_restored(model, tmp_path, change):
-    both(changed(model, tmp_path / "t.model", lambda copy: None))
-    assert restore(tmp_path / "t.json", tmp_path / "again.model")
-    content = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
+def test_a_tokenizer_json_that_differs_in_any_way_is_not_restored(tokenizer, tmp_path, change):
+    path = tmp_path / "t.json"
+    convert(tokenizer).save(str(path))
+    assert restore(path, tmp_path / "again.model")
+    content = json.loads(path.read_text(encoding="utf-8"))
     CHANGES[change](content)
-    (tmp_path / "t.json").write_text(json.dumps(content), encoding="utf-8")
-    assert not restore(tmp_path / "t.json", tmp_path / "other.model")
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert not restore(path, tmp_path / "other.model")
     assert not (tmp_path / "other.model").exists()
