@@ -1,10 +1,8 @@
-import errno
 import hashlib
 import json
 import multiprocessing
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -18,14 +16,14 @@ import psutil
 import pytest
 import sentencepiece
 from conftest import REPOSITORY, error_of, wait_for
-from json_tokenizers import write_tokenizer
+from test_tokenizer_json import changed, set_field
 
 from lm.common.errors import UsageError
 from lm.data import encoding, shards
 from lm.data import prepare as module
 from lm.data.dataset import PackedDataset
 from lm.data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, hash_of, split_at_random, ways_to_split
-from lm.data.shards import ShardWriter, read_description
+from lm.data.shards import read_description
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_tokenizer
 
@@ -71,6 +69,13 @@ def files_of(out: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> Path:
     return pack_documents(DOCUMENTS, tmp_path_factory.mktemp("packed"))
+
+
+@pytest.fixture
+def lossy(packed, tmp_path) -> str:
+    """A tokenizer that removes repeated spaces."""
+    change = set_field("normalizer_spec", "remove_extra_whitespaces", True)
+    return str(changed(packed / "tokenizer.model", tmp_path / "lossy.model", change))
 
 
 def test_every_document_is_in_one_split_in_the_order_of_the_corpus(packed):
@@ -153,34 +158,30 @@ def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch)
     assert sum(seen) == path.stat().st_size  # the progress counts every byte
 
 
-def test_a_full_disk_leaves_the_older_folder_unchanged(tmp_path, monkeypatch):
+def kill_children(n_bytes: int) -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def fill_the_disk(n_bytes: int) -> None:
+    raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error", "says"),
+    [(kill_children, UsageError, "--workers"), (fill_the_disk, OSError, "No space left")],
+)
+def test_an_error_while_encoding_leaves_the_older_folder_and_no_process(
+    tmp_path, monkeypatch, trouble, error, says
+):
     out = pack_documents(DOCUMENTS[:100], tmp_path)
-    before, write = files_of(out), ShardWriter.write
-
-    def write_until_full(self, *document):
-        if self.documents >= 100:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, *document)
-
-    monkeypatch.setattr(ShardWriter, "write", write_until_full)
+    before = files_of(out)
     monkeypatch.setattr(encoding, "BATCH_BYTES", 500)
-    with pytest.raises(OSError, match="No space left"):
-        pack_documents(DOCUMENTS, tmp_path, workers=2)
+    flags = {"workers": 2, "progress": trouble}
+    assert says in error_of(pack_documents, DOCUMENTS, tmp_path, error=error, **flags)
     assert files_of(out) == before
     assert sorted(os.listdir(tmp_path)) == ["out", "out.jsonl"]
     assert multiprocessing.active_children() == []
-
-
-def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "BATCH_BYTES", 100)
-
-    def kill_children(n_bytes):
-        for child in multiprocessing.active_children():
-            child.kill()
-
-    path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
-    assert "--workers" in error_of(pack, path, tmp_path / "out", progress=kill_children)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 KILLED = """
@@ -235,62 +236,25 @@ def test_markers_in_a_text_begin_and_end_documents_on_request(tmp_path):
     assert documents(without, "train") == texts
 
 
-LOSSY = {  # SentencePiece's settings → a text that does not come back
-    "remove_extra_whitespaces": ({"byte_fallback": True}, "a:\n    b  c"),
-    "nmt_nfkc": ({"normalization_rule_name": "nmt_nfkc", "byte_fallback": True}, "\ufb01ne"),
-    "unigram": ({"model_type": "unigram", "vocab_size": 60}, "a \u9f98"),
-}
-
-
-def train_lossy(path: Path, **settings) -> None:
-    """Train a SentencePiece model with other settings than ours."""
-    sentences = iter([f"{text} a b c : sum and 1 2 +" for text in DOCUMENTS])
-    usual = {"model_type": "bpe", "vocab_size": 300, "normalization_rule_name": "identity"}
-    usual |= {"add_dummy_prefix": False, "minloglevel": 2}
-    with open(path, "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences, model_writer=file, **usual | settings
-        )
-
-
-@pytest.mark.parametrize("kind", [*LOSSY, "whitespace"])
-def test_a_document_that_the_tokenizer_changes_is_bad_and_shown(tmp_path, kind):
-    settings, changed = LOSSY.get(kind, ({}, "a   b"))
-    path, good = tmp_path / "t.model", "sum 1 and 2"
-    if kind == "whitespace":
-        path = write_tokenizer(tmp_path / "json", "smollm2", [good]) / "tokenizer.json"
-        pieces = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}]}
-        pieces["pretokenizers"].append(
-            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
-        )
-        content = json.loads(path.read_text()) | {"pre_tokenizer": pieces}
-        path.write_text(json.dumps(content))
-        good = " sum"
-    else:
-        train_lossy(path, **settings)
-    texts, flags = [good, changed], {"val_fraction": 0, "tokenizer": str(path)}
-    place = r"out\.jsonl, line 2: the tokenizer turns "
-    with pytest.raises(UsageError, match=place + re.escape(repr(changed))):
-        pack_documents(texts, tmp_path, **flags)
-    out = pack_documents(texts, tmp_path, **flags, skip_bad_lines=True)
-    about = read_description(out)
-    assert (about["bad_documents"], about["splits"]["train"]["bytes"]) == (1, len(good))
+def test_a_document_that_the_tokenizer_changes_is_bad_and_shown(tmp_path, lossy):
+    texts, flags = ["1 and 2", "a   b"], {"val_fraction": 0, "tokenizer": lossy}
+    said = error_of(pack_documents, texts, tmp_path, **flags)
+    assert "out.jsonl, line 2: the tokenizer turns 'a   b' into 'a b': pass another" in said
+    about = read_description(pack_documents(texts, tmp_path, **flags, skip_bad_lines=True))
+    assert (about["bad_documents"], about["splits"]["train"]["bytes"]) == (1, len(texts[0]))
 
 
 @pytest.mark.parametrize("bytes_tried", [1 << 20, 1 << 12])
-@pytest.mark.parametrize("kind", ["unreadable", "changed by the tokenizer", "conversations"])
+@pytest.mark.parametrize("kind", ["text", "conversations"])
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_skipping_bad_documents_is_advised_only_if_it_keeps_half_of_the_file(
-    packed, tmp_path, monkeypatch, share, kind, bytes_tried
+    lossy, tmp_path, monkeypatch, share, kind, bytes_tried
 ):
     monkeypatch.setattr(module, "SAMPLE_BYTES", bytes_tried)
-    good = '{"prompt": "1 +", "response": " 2"}' if kind == "conversations" else '{"text": "1 + 1"}'
-    bad, settings = "{broken", {}
-    if kind == "conversations":
-        settings = {"tokenizer": str(packed), "kind": "conversations"}
-    elif kind != "unreadable":
-        bad, settings = '{"text": "a   b"}', {"tokenizer": str(tmp_path / "t.model")}
-        train_lossy(tmp_path / "t.model")
+    good, bad, settings = '{"text": "1 + 1"}', "{broken", {}
+    if kind == "conversations":  # the tokenizer changes the bad conversations
+        good, settings = '{"prompt": "1 +", "response": " 2"}', {"kind": kind, "tokenizer": lossy}
+        bad = good.replace(" 2", "a   b")
     path = tmp_path / "a.jsonl"
     lines = [bad if i % 10 < 10 * share else good for i in range(500)]
     path.write_text("\n".join(lines))
@@ -302,37 +266,28 @@ def test_skipping_bad_documents_is_advised_only_if_it_keeps_half_of_the_file(
 
 
 def test_lines_after_an_open_quote_and_texts_between_markers_count_as_documents(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, lossy
 ):
     (path := tmp_path / "a.csv").write_text('id,text\n1,a\n2,"b\n' + "3,c\n" * 100)
     said = error_of(pack, [path], tmp_path / "out")
     assert "line 3: cannot be read" in said
     assert "101 of 102 documents tried in this file are bad" in said
-    train_lossy(tmp_path / "t.model")
-    settings = {"tokenizer": str(tmp_path / "t.model"), "markers": True}
-    texts = ["a   b</s>" + "1 + 1</s>" * rest for rest in (2, 0)]
-    for text, advised in zip(texts, (True, False), strict=True):
-        path = write_jsonl(tmp_path / "a.jsonl", [text] * 4)
-        said = error_of(pack, [path], tmp_path / "out", **settings)
+    for n_good, advised in ((2, True), (0, False)):
+        path = write_jsonl(tmp_path / "a.jsonl", ["a   b</s>" + "1 + 1</s>" * n_good] * 4)
+        said = error_of(pack, [path], tmp_path / "out", tokenizer=lossy, markers=True)
         assert ("--skip_bad_lines" in said) == advised
-    monkeypatch.setattr(
-        module, "SAMPLE_BYTES", 1 << 11
-    )  # a sample has the file's share of bad rows
+    # A sample has the file's share of bad rows.
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 1 << 11)
     rows = "".join("1,2,3\n" if i % 5 == 0 else f"{i},row {i}\n" for i in range(2000))
     (path := tmp_path / "b.csv").write_text(f"id,text\n{rows}")
     assert "--skip_bad_lines" in error_of(pack, [path], tmp_path / "out")
 
 
-def test_if_every_document_is_bad_the_first_is_shown_although_bad_documents_are_skipped(tmp_path):
+def test_if_every_document_is_bad_the_first_is_shown_although_they_are_skipped(packed, tmp_path):
     (path := tmp_path / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
-    for tokenizer in (None, str(train_small(tmp_path / "t.model"))):
-        with pytest.raises(UsageError, match=r"line 1: no column 'text'.*it has 'content'"):
-            pack(path, tmp_path / "out", skip_bad_lines=True, tokenizer=tokenizer)
-
-
-def train_small(path: Path) -> Path:
-    train_tokenizer(DOCUMENTS, 300, path)
-    return path
+    for tokenizer in (None, str(packed)):
+        said = error_of(pack, path, tmp_path / "out", skip_bad_lines=True, tokenizer=tokenizer)
+        assert "line 1: no column 'text' (--text_column); it has 'content'" in said
 
 
 def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import sentencepiece
 from conftest import write_corpus
+from sentencepiece.sentencepiece_model_pb2 import TrainerSpec
+from test_tokenizer_json import changed, set_field
 
 from lm.data.prepare import default_out
 from lm.data.shards import read_description
@@ -27,17 +28,6 @@ def workplace(tmp_path, monkeypatch) -> Path:
 def contents(folder) -> dict[str, bytes]:
     paths = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path): path.read_bytes() for path in paths if path.suffix != ".lock"}
-
-
-def refused(capfd, *flags: str, usual=SMALL) -> str:
-    """Run the command, which must refuse these flags; return its error line."""
-    with pytest.raises(SystemExit, match="2"):
-        main([*usual, *flags])
-    out, err = capfd.readouterr()
-    *_, last = err.replace("\r", "\n").splitlines()
-    assert (out, err.count("prepare_data: error: "), err.count("Traceback")) == ("", 1, 0)
-    assert last.startswith("prepare_data: error: ")
-    return last
 
 
 def test_data_that_another_process_prepared_meanwhile_is_used(workplace, capsys, monkeypatch):
@@ -130,64 +120,39 @@ def test_markers_in_texts_are_counted_and_the_remedy_is_shown(workplace, tokeniz
     assert "WARNING: markers as text: '</s>' in 3 conversations" in capsys.readouterr().out
 
 
-FOREIGN = {"is not BPE": {"model_type": "unigram"}, "has user": {"user_defined_symbols": "+"}}
-
-
-@pytest.mark.parametrize(("reason", "settings"), FOREIGN.items(), ids=FOREIGN)
-def test_a_tokenizer_that_cannot_be_exported_is_named_before_training(
-    workplace, capsys, reason, settings
-):
-    texts = [f"{i} + {i} = {2 * i}" for i in range(300)]
-    with open("foreign.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            **{"sentence_iterator": iter(texts), "model_writer": file, "vocab_size": 280},
-            **{"normalization_rule_name": "identity", "byte_fallback": True, "minloglevel": 2},
-            **{"remove_extra_whitespaces": False, "hard_vocab_limit": False},
-            **{"model_type": "bpe"} | settings,
-        )
+def test_a_tokenizer_that_cannot_be_exported_is_named_before_training(workplace, packed, capsys):
+    change = set_field("trainer_spec", "model_type", TrainerSpec.UNIGRAM)
+    changed(packed / "tokenizer.model", Path("foreign.model"), change)
     for _ in range(2):  # also if the data is there already
         main(["--data", "sums.jsonl", "--tokenizer", "foreign.model", "--workers", "1"])
         *_, last = capsys.readouterr().out.splitlines()
         assert "WARNING: export_hf and export_gguf will refuse the tokenizer" in last
-        assert reason in last
+        assert "is not BPE" in last
     main([*SMALL, "--data", "sums.jsonl", "--overwrite"])
     assert "will refuse" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["text", "conversations"])
+@pytest.mark.parametrize("kind", ["--data", "--conversations"])
 def test_a_folder_with_splits_keeps_them_and_its_test_files_are_not_read(
     workplace, packed, capsys, kind
 ):
-    sizes, at = {"train": 40, "validation": 7, "test": 9}, 0
-    for name, size in sizes.items():
-        rows = [{"prompt": f"{i} + 1?", "response": f"{i + 1}"} for i in range(at, at + size)]
-        texts = [{"text": " ".join(row.values())} for row in rows]
-        lines = [json.dumps(row) + "\n" for row in (texts if kind == "text" else rows)]
-        (workplace / "hub").mkdir(exist_ok=True)
-        (workplace / "hub" / f"{name}.jsonl").write_text("".join(lines))
-        at += size
-    flags = ["--tokenizer", str(packed), "--out", "out/hub"]
-    main([*flags, "--data" if kind == "text" else "--conversations", "hub"])
+    rows = [{"prompt": f"{i} + 1?", "response": f"{i + 1}", "text": f"{i} + 1"} for i in range(56)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    Path("hub").mkdir()
+    for name, some in (("train", lines[:40]), ("validation", lines[40:47]), ("test", lines[47:])):
+        Path("hub", f"{name}.jsonl").write_text("".join(some))
+    flags = [kind, "hub", "--tokenizer", str(packed), "--out"]
+    main([*flags, "out/hub"])
     train, val = read_description("out/hub")["splits"].values()
-    ways = 7 if kind == "text" else 1
+    ways = 7 if kind == "--data" else 1
     assert (train["documents"], val["documents"]) == (40 * ways, 7)
     printed = capsys.readouterr().out
     assert "read 2 files, ignored 0\n" in printed
     assert "for validation: 1 file, the first: hub/validation.jsonl\n" in printed
     assert "not read, for testing: 1 file, the first: hub/test.jsonl\n" in printed
     assert "--val_fraction 0," in printed
-    main(
-        [
-            *flags[:-1],
-            "out/b",
-            f"--{'data' if kind == 'text' else kind}",
-            "hub",
-            "--val_fraction",
-            "0.5",
-        ]
-    )
-    train, val = read_description("out/b")["splits"].values()
-    assert val["documents"] > 15  # also from the training files
+    main([*flags, "out/b", "--val_fraction", "0.5"])
+    assert read_description("out/b")["splits"]["val"]["documents"] > 15  # also of hub/train.jsonl
 
 
 def test_an_empty_validation_split_gives_a_warning_unless_val_fraction_is_0(workplace, capsys):
@@ -217,29 +182,32 @@ CHANGES = {  # name → function that makes the change and returns its flags
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_other_text_or_settings_replace_prepared_data_only_with_overwrite(workplace, capfd, change):
+def test_other_text_or_settings_replace_prepared_data_only_with_overwrite(
+    workplace, capsys, refusal, change
+):
     main([*SMALL, "--data", "sums.jsonl"])
-    flags = ["--data", "sums.jsonl", *change()]
+    flags = [*SMALL, "--data", "sums.jsonl", *change()]
     before = contents("out")
-    capfd.readouterr()
-    assert "--overwrite" in refused(capfd, *flags)
+    assert "--overwrite" in refusal(prepare_data, *flags)
     assert contents("out") == before
-    main([*SMALL, *flags, "--overwrite"])
+    main([*flags, "--overwrite"])
     assert contents("out") != before
-    main([*SMALL, *flags])
-    assert "already prepared" in capfd.readouterr().out
+    main(flags)
+    assert "already prepared" in capsys.readouterr().out
 
 
-def test_reuse_keeps_other_settings_replaces_changed_text_and_refuses_other_paths(workplace, capfd):
+def test_reuse_keeps_other_settings_replaces_changed_text_and_refuses_other_paths(
+    workplace, capsys, refusal
+):
     main([*SMALL, "--data", "sums.jsonl"])
     before = contents("out")
     main(["--data", "sums.jsonl", "--reuse"])
-    assert "with other settings, used as it is" in capfd.readouterr().out
+    assert "with other settings, used as it is" in capsys.readouterr().out
     Path("other").mkdir()
     write_corpus(Path("other/sums.jsonl"), 50)
     shutil.copy("sums.jsonl", "sums.txt")
     for data in ("other/sums.jsonl", "sums.txt"):
-        said = refused(capfd, "--data", data, "--reuse")
+        said = refusal(prepare_data, *SMALL, "--data", data, "--reuse")
         assert f"holds other data, of {workplace}/sums.jsonl: pass another --out" in said
     assert contents("out") == before
     write_corpus(Path("sums.jsonl"), 70)
@@ -247,19 +215,20 @@ def test_reuse_keeps_other_settings_replaces_changed_text_and_refuses_other_path
     assert contents("out") != before
 
 
-def test_overwrite_replaces_a_file_but_no_folder_with_other_contents(workplace, capfd):
+def test_overwrite_replaces_a_file_but_no_folder_with_other_contents(workplace, refusal):
     Path("text").mkdir()
     shutil.move("sums.jsonl", "text/sums.jsonl")
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("years of work")
     before = contents(".")
-    flags = ["--data", "text", "--overwrite", "--out"]
-    assert "holds the text itself" in refused(capfd, *flags, "text")
-    assert "mine exists and is not prepared data" in refused(capfd, *flags, "mine")
+    flags = [*SMALL, "--data", "text", "--out"]
+    assert "holds the text itself" in refusal(prepare_data, *flags, "text", "--overwrite")
+    said = refusal(prepare_data, *flags, "mine", "--overwrite")
+    assert "mine exists and is not prepared data" in said
     assert contents(".") == before
     Path("there").write_text("a file")
-    assert "there exists: pass another --out" in refused(capfd, "--data", "text", "--out", "there")
-    main([*SMALL, *flags, "there"])
+    assert "there exists: pass another --out" in refusal(prepare_data, *flags, "there")
+    main([*flags, "there", "--overwrite"])
     read_description("there")
 
 
@@ -298,9 +267,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_a_wrong_flag_is_refused_in_one_line_and_changes_no_data(workplace, packed, capfd, flags):
+def test_a_wrong_flag_is_refused_in_one_line_and_changes_no_data(workplace, packed, refusal, flags):
     Path("short.txt").write_text("abc")
     before = contents(".")
     words = flags.replace("MODEL", str(packed / "tokenizer.model")).split()
-    assert REFUSED[flags] in refused(capfd, *words, usual=[])
+    assert REFUSED[flags] in refusal(prepare_data, *words)
     assert contents(".") == before
