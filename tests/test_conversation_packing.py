@@ -6,7 +6,6 @@ from pathlib import Path
 import conftest
 import numpy as np
 import pytest
-from test_prepare import files_of
 
 from lm.data import encoding
 from lm.data.conversations import ASSISTANT, Turn, encode_conversation
@@ -27,9 +26,9 @@ def conversation(i: int) -> list[Turn]:
 CONVERSATIONS = [conversation(i) for i in range(300)]
 
 
-def write(path: Path, conversations=CONVERSATIONS, key="messages") -> Path:
+def write(path: Path, conversations=CONVERSATIONS) -> Path:
     rows = ([{"role": turn.role, "content": turn.content} for turn in x] for x in conversations)
-    lines = [json.dumps({key: turns}) + "\n" for turns in rows]
+    lines = [json.dumps({"messages": turns}) + "\n" for turns in rows]
     path.write_text("".join(lines), encoding="utf-8")
     return path
 
@@ -65,19 +64,11 @@ def expected(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[l
     return ids[: len(counts) - counts[::-1].index(True)], answers
 
 
-def split_indices(folder: Path) -> tuple[list[int], list[int]]:
-    """Return the indices in CONVERSATIONS of the training and of the validation conversations."""
-    tokenizer = Tokenizer(folder / "tokenizer.model")
-    numbers = {tuple(expected(tokenizer, turns)[0]): i for i, turns in enumerate(CONVERSATIONS)}
-    train, val = ([numbers[tuple(ids)] for ids, _ in stored(folder, s)] for s in ("train", "val"))
-    return train, val
-
-
 def test_every_conversation_is_stored_once_in_order_with_its_answers(pack, tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
     # A last question without an answer is not stored.
     longer = [[*turns, Turn("user", "And?")] for turns in CONVERSATIONS]
-    folder = pack(write(tmp_path / "a.jsonl", longer), "longer", val_fraction=0)
+    folder = pack(write(tmp_path / "a.jsonl", longer), "longer", val_fraction=0, workers=2)
     tokenizer, description = Tokenizer(folder / "tokenizer.model"), read_description(folder)
     assert stored(folder, "train") == [expected(tokenizer, turns) for turns in CONVERSATIONS]
     assert stored(folder, "val") == []
@@ -91,22 +82,14 @@ def test_every_conversation_is_stored_once_in_order_with_its_answers(pack, tmp_p
     assert part["bytes"] == sum(len(text.encode()) for text in said)
 
 
-def test_the_key_of_turns_and_the_number_of_workers_change_no_shard(pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
-    folder = pack(write(tmp_path / "a.jsonl"), "one")
-    train, val = split_indices(folder)
-    assert (train, val) == (sorted(train), sorted(val))
-    assert sorted(train + val) == list(range(300))
-    assert len(val) == pytest.approx(30, abs=15)
-    other = pack(write(tmp_path / "b.jsonl", key="conversations"), "two", workers=2)
-    assert files_of(folder) | {"dataset.json": b""} == files_of(other) | {"dataset.json": b""}
-
-
 def test_answers_with_weight_0_do_not_change_the_split(pack, tmp_path):
     """Only the last answer of each conversation keeps its weight."""
     path = write(tmp_path / "a.jsonl")
     role, lines = '"role": "assistant"', path.read_text().splitlines()
     fewer = [line.replace(role, f'"weight": 0, {role}', line.count(role) - 1) for line in lines]
     (tmp_path / "b.jsonl").write_text("\n".join(fewer))
-    expected = split_indices(pack(path, "all"))
-    assert split_indices(pack(tmp_path / "b.jsonl", "fewer")) == expected
+    folders = pack(path, "all"), pack(tmp_path / "b.jsonl", "fewer")
+    for split, n in (("train", 270), ("val", 30)):
+        before, after = ([ids for ids, _ in stored(folder, split)] for folder in folders)
+        assert before == after
+        assert len(after) == pytest.approx(n, abs=15)

@@ -1,7 +1,5 @@
-import json
 import pickle
 import random
-import re
 
 import numpy as np
 import pytest
@@ -9,10 +7,8 @@ import torch
 from conftest import error_of
 from test_dataset import make_folder
 
-from lm.common.errors import UsageError
-from lm.data.conversation_set import ConversationRows, ConversationSet
+from lm.data.conversation_set import ConversationRows, ConversationSet, pack
 from lm.data.dataset import NothingFitsError, PackedDataset
-from lm.data.shards import ShardWriter, token_dtype
 from model import IGNORE_INDEX
 
 VOCAB_SIZE = 500
@@ -29,17 +25,8 @@ def conversation(turns: list[tuple[int, int]], first: int = 1) -> tuple[np.ndarr
 
 
 def make_set(folder, conversations, val=(), shard_tokens=10**6):
-    """Make a prepared folder of these conversations, without a tokenizer."""
-    folder.mkdir()
-    splits = {}
-    for split, some in (("train", conversations), ("val", val)):
-        writer = ShardWriter(folder, split, token_dtype(VOCAB_SIZE), shard_tokens)
-        for tokens, answers in some:
-            writer.write(tokens, 2 * int(np.diff(answers).sum()), answers)
-        splits[split] = writer.close()
-    description = {"format": 1, "kind": "conversations", "dtype": "<u2", "vocab_size": VOCAB_SIZE}
-    (folder / "dataset.json").write_text(json.dumps(description | {"splits": splits}))
-    return folder
+    kind = "conversations"
+    return make_folder(folder, conversations, VOCAB_SIZE, val, shard_tokens, kind=kind)
 
 
 def many(n=60, seed=0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -85,9 +72,6 @@ def test_a_row_is_a_conversation_up_to_its_last_answer_that_fits(tmp_path, seq_l
 
 def test_data_without_an_answer_within_the_context_are_refused(tmp_path):
     folder = make_set(tmp_path / "c", [conversation([(8, 3)])])
-    tokens, targets = ConversationSet(folder, "train", 10)[0]
-    assert tokens.tolist() == list(range(1, 11))
-    assert targets.tolist() == [IGNORE_INDEX] * 7 + [9, 10, 11]
     for split in ("train", "val"):
         with pytest.raises(NothingFitsError, match=f"no answer of the {split} split"):
             ConversationSet(folder, split, 9)
@@ -150,19 +134,42 @@ def test_pickled_and_moved_data_can_still_be_read(tmp_path):
     assert all(map(torch.equal, dataset[2], copy[2]))
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "swapped", "beyond", "negative"])
+DAMAGE = {
+    "truncated": lambda answers: answers[:-1],
+    "swapped": lambda answers: answers[:, [0, 2, 1]],
+    "beyond": lambda answers: answers + 50,
+    "negative": lambda answers: answers - 50,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_answers_are_refused_in_one_line(tmp_path, damage):
     folder = make_set(tmp_path / "c", many())
     path = folder / "train-answers.bin"
-    answers = np.fromfile(path, "<i8").reshape(-1, 3)
-    damaged = {
-        "truncated": answers[:-1],
-        "swapped": answers[:, [0, 2, 1]],
-        "beyond": answers + 50,
-        "negative": answers - 50,
-    }
-    path.unlink()
-    if damage in damaged:
-        path.write_bytes(np.ascontiguousarray(damaged[damage]).tobytes())
-    with pytest.raises(UsageError, match=f"^{re.escape(str(folder))}.*prepare the data again.*$"):
-        ConversationSet(folder, "train", 40)
+    path.write_bytes(damage(np.fromfile(path, "<i8").reshape(-1, 3)).tobytes())
+    said = error_of(ConversationSet, folder, "train", 40)
+    assert said.startswith(str(folder))
+    assert "prepare the data again" in said
+
+
+def rows_of(lengths, size: int) -> list[list[int]]:
+    packed, starts = pack(np.asarray(lengths), size)
+    return [part.tolist() for part in np.split(packed, starts[1:-1])]
+
+
+@pytest.mark.parametrize("lognormal", [(3.5, 0.5, 256), (5.8, 0.8, 1024), (4.8, 0.3, 512)])
+def test_rows_hold_each_conversation_once_and_short_conversations_fill_them(lognormal):
+    mean, deviation, size = lognormal
+    drawn = np.random.default_rng(0).lognormal(mean, deviation, 20_000)
+    lengths = drawn.astype(int).clip(1, size)
+    rows = rows_of(lengths, size)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert max(lengths[row].sum() for row in rows) <= size
+    assert lengths.sum() > 0.98 * len(rows) * size
+
+
+def test_rows_never_change_and_are_ordered_by_their_first_conversations():
+    """If the rows changed, a resumed run would read some conversations twice and miss others."""
+    lengths = [7, 2, 8, 1, 3, 5, 3, 2, 4, 1]
+    assert rows_of(lengths, 8) == [[0, 3], [1, 7, 8], [2], [4, 9], [5, 6]]
+    assert rows_of([8] * 50, 8) == [[i] for i in range(50)]

@@ -10,18 +10,19 @@ from lm.data.dataset import PackedDataset, WithNoise
 from lm.data.shards import ShardWriter, token_dtype
 
 
-def make_folder(folder, train: list[np.ndarray], vocab_size: int, val=(), shard_tokens=10**6):
-    """Make a prepared folder of these documents, without a tokenizer."""
+def make_folder(folder, train: list, vocab_size: int, val=(), shard_tokens=10**6, **more):
+    """Make a prepared folder of texts or conversations, without a tokenizer. A text is its tokens,
+    a conversation a pair: its tokens and the spans of its answers."""
     folder.mkdir(exist_ok=True)
     splits = {}
     for split, documents in (("train", train), ("val", val)):
         writer = ShardWriter(folder, split, token_dtype(vocab_size), shard_tokens)
         for document in documents:
-            writer.write(document, 3 * len(document))
+            tokens, *answers = document if isinstance(document, tuple) else (document,)
+            writer.write(tokens, 3 * len(tokens), *answers)
         splits[split] = writer.close()
     description = {"format": 1, "dtype": token_dtype(vocab_size).str, "vocab_size": vocab_size}
-    description["splits"] = splits
-    (folder / "dataset.json").write_text(json.dumps(description))
+    (folder / "dataset.json").write_text(json.dumps(description | {"splits": splits} | more))
     return folder
 
 
