@@ -306,6 +306,14 @@ def test_nothing_is_measured_if_the_typed_flags_decide_the_steps(budget_of, pret
     assert added["muon_learning_rate"] == 0.03
 
 
+def test_a_machine_that_starts_slowly_trains_for_a_quarter_of_the_time(budget_of, pretend, capsys):
+    pretend()
+    made = budget_of(started=600)
+    assert made.task().seconds == 60
+    made.plan()
+    assert "the run will end late" in capsys.readouterr().out
+
+
 def test_several_machines_choose_the_same_flags_without_measuring(budget_of, pretend, monkeypatch):
     asked = pretend()
     monkeypatch.setitem(os.environ, "NUM_MACHINES", "2")  # for the launcher's file

@@ -21,6 +21,9 @@ from lm.training.schedule import FROM_WEIGHTS
 LAUNCH_SHARE = 3.0
 # Preparation that takes more than this share of MINUTES does not count: time begins at its end.
 MOST_PREPARING = 0.5
+# At least this share of MINUTES is for steps and validations, even if an overloaded machine needs
+# the rest to start: a run that ends late is worth more than one of a single step.
+LEAST_TRAINING = 0.25
 MOST_PASSES = 10  # over a text, assumed
 MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (lm/data/encoding.py)
 MOST_PASSES_CHAT = 3  # over conversations
@@ -48,7 +51,8 @@ class TimeBudget:
         """Describe the data of the run, and the time that is left for steps and validations."""
         inputs, seconds = self.candidates.inputs, 60 * self.request.minutes
         if self.request.machines == 1:
-            seconds -= time.time() - self.started + LAUNCH_SHARE * self.loading
+            left = seconds - (time.time() - self.started) - LAUNCH_SHARE * self.loading
+            seconds = max(left, LEAST_TRAINING * seconds)
         data, val, most = inputs.train_set, inputs.val_set, inputs.args.eval_samples
         passes = MOST_PASSES_SEGMENTED if data.segmentations > 1 else MOST_PASSES
         return Task(
@@ -115,6 +119,8 @@ class TimeBudget:
         if task.steps_are_typed:
             return text
         text = f"{minutes:g} min for {text}"
+        if task.seconds == LEAST_TRAINING * 60 * minutes:
+            text += "; the start took so long that the run will end late"
         if plan.passes >= 0.99 * task.most_passes:
             return f"{text}; this is the most that the text allows: more text would help"
         if plan.steps < LEAST_STEPS:
