@@ -52,7 +52,7 @@ def test_a_new_run_gets_a_folder_of_its_own_or_the_reason(tmp_path):
     assert names == ["now", "now-2", "now-3"]
     assert "in use by process" in error_of(lock, tmp_path / "out" / "now-3" / "lock")
     (tmp_path / "file").touch()
-    assert "cannot be used: " in error_of(claim_new, RunFolder(tmp_path / "file" / "now"))
+    assert "cannot be used: " in error_of(claim_new, RunFolder(tmp_path / "file" / "runs" / "now"))
 
 
 def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path, accelerator):

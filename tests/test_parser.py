@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from lm.common.errors import UsageError
-from lm.common.parser import OneLineParser, is_text
+from lm.common.parser import OneLineParser
 
 
 def parser() -> OneLineParser:
@@ -22,11 +22,6 @@ def test_help_shows_each_default_once_and_none_for_switches(capsys):
     assert "how many (default: 0)\n" in said
     assert said.count("(default:") == 2
     assert said.count("whether\n") == 2
-
-
-def test_bytes_that_are_not_utf8_are_not_text():
-    assert is_text("第1句 🙂")
-    assert not is_text(b"a\xff".decode("utf-8", "surrogateescape"))
 
 
 def test_a_text_may_begin_with_a_dash_but_a_flag_is_never_taken_for_a_text():

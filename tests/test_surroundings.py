@@ -14,12 +14,7 @@ from conftest import REPOSITORY, TINY, pack
 from lm.storage.checkpoint import RunFolder
 from lm.storage.find import PRETRAINING
 
-PROGRAMS = {
-    "train_pretrain_accelerate": (),
-    "train_sft_accelerate": ("--sample_interval", "1"),
-    "train_distillation_accelerate": ("--sample_interval", "1"),
-    "train_several_accelerate": (),
-}
+PROGRAMS = ("train_pretrain_accelerate", "train_sft_accelerate", "train_several_accelerate")
 
 
 def write_chat(folder: Path, n: int = 40) -> Path:
@@ -43,18 +38,17 @@ def train(packed, tmp_path):
             how = {"kind": "conversations", "vocab_size": None, "tokenizer": str(packed)}
             pack(write_chat(tmp_path), data, val_fraction=0.2, **how)
         words = [*TINY, "--max_steps", "2", "--data", str(data), "--out_dir", str(tmp_path)]
-        importlib.import_module(program).main([*words, *named, *PROGRAMS.get(program, ()), *flags])
+        importlib.import_module(program).main([*words, *named, *flags])
         return RunFolder(tmp_path / name)
 
     return train
 
 
 @pytest.fixture
-def source(train, tmp_path) -> dict[str, list[str]]:
-    """Program → flags that name a trained model, if the program needs one."""
+def source(train) -> list[str]:
+    """Flags that name a trained model, from which fine-tuning starts."""
     trained = train(Path(PRETRAINING).stem, "source", "--eval_interval", "0")
-    found = {"sft": "--init_from", "distillation": "--teacher"}
-    return {f"train_{k}_accelerate": [v, str(trained.path)] for k, v in found.items()}
+    return ["--init_from", str(trained.path)]
 
 
 def fail(*args, **options):
@@ -69,7 +63,8 @@ def test_a_failure_of_what_decorates_a_run_is_one_line(train, source, monkeypatc
     monkeypatch.setattr("train_several_accelerate.write_report", fail)
     for name in ("log", "finish"):
         monkeypatch.setattr(TensorBoardTracker, name, fail)
-    run = train(program, "run", "--log_with", "tensorboard", *source.get(program, []))
+    flags = ["--sample_interval", "1", "--log_with", "tensorboard"]
+    run = train(program, "run", *flags, *(source if "sft" in program else []))
     said = capsys.readouterr().out
     for what in ("SAMPLE ", "BEST LOSS ", "tensorboard ", "loss curve: ", "report:     "):
         assert f"{what}NOT WRITTEN: two lines\n" in said
@@ -103,7 +98,7 @@ def test_a_resumed_run_keeps_its_conversations_when_their_file_has_grown(
     main = importlib.import_module("train_sft_accelerate").main
     flags = [*TINY, "--eval_interval", "0", "--out_dir", str(tmp_path), "--run_name", "run"]
     typed = ["--conversations", str(write_chat(tmp_path))]
-    main([*flags, *typed, "--max_steps", "2", *source["train_sft_accelerate"]])
+    main([*flags, *typed, "--max_steps", "2", *source])
     (data,) = Path("out/data").glob("chat-*-chat")
     before = {path: path.read_bytes() for path in data.iterdir()}
     write_chat(tmp_path, 50)

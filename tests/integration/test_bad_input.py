@@ -22,11 +22,6 @@ def refused(packed, tmp_path):
     return refused
 
 
-def test_a_folder_that_cannot_be_made_is_refused_in_one_line(refused, tmp_path):
-    (tmp_path / "file").touch()
-    assert f"{tmp_path}/file" in refused(f"--out_dir {tmp_path}/file/runs")
-
-
 def test_a_port_in_use_is_an_error_of_one_line(refused):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
