@@ -10,10 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
 import psutil
 import pytest
@@ -41,16 +41,6 @@ VOCAB_SIZE = 400
 SAFETY_NET_SECONDS = 900
 # Commands that run_accelerate.sh and the libraries need, except Python. No compiler, no ninja.
 TOOLS = ("bash", "sh", "dirname", "basename", "env", "cat", "uname", "rm", "sed")
-# Pattern in the reason why a test was skipped → what the test needs.
-NEEDS = {
-    r"CUDA|needs a GPU": "a CUDA GPU",
-    r"Chromium": "Chromium (apt-get install chromium, or CHROMIUM=path)",
-    r"C\+\+ compiler": "a C++ compiler (apt-get install g++)",
-    r"libaio": "libaio and a compiler (apt-get install libaio-dev g++)",
-    r"only root can mount": "root, to mount a small disk",
-    r"package trl": "TRL (pip install trl==1.16.0 -c requirements.txt)",
-    r"network namespaces": "root and ip (apt-get install iproute2), to simulate two machines",
-}
 
 
 def write_corpus(path: Path, documents: int = 300) -> Path:
@@ -75,19 +65,6 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("variant")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    """Print in one line which tests did not run and what they need."""
-    counts = Counter()
-    for report in terminalreporter.stats.get("skipped", []):
-        reason = report.longrepr[2].removeprefix("Skipped: ")
-        needed = next((needed for said, needed in NEEDS.items() if re.search(said, reason)), None)
-        counts[f"need {needed}" if needed else f"say: {reason}"] += 1
-    parts = [f"{n} skipped that {why}" for why, n in counts.most_common()]
-    if not config.getoption("--all"):
-        parts.append("variants of tests that ran (bash run_tests.sh --all)")
-    terminalreporter.write_line(f"\nnot run: {'; '.join(parts)}" if parts else "")
 
 
 @pytest.fixture(scope="session")
@@ -352,14 +329,16 @@ def copy_repository(folder: Path) -> Path:
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
 
 
-def launch_command(engine: str | Path, processes: int) -> list[str]:
-    """Return the command that starts pretraining, without the flags of the program.
+def launch_command(engine: str | Path, processes: int, *program: str) -> list[str]:
+    """Return the command that starts a program, without the flags of the program.
 
     Args:
         engine: plain, ddp, zero1, zero2, a launcher's .yaml or a DeepSpeed .json.
+        program: words after "python"; by default pretraining.
     """
+    program = program or ("train_pretrain_accelerate.py",)
     if engine == "plain":
-        return [sys.executable, "train_pretrain_accelerate.py"]
+        return [sys.executable, *program]
     if engine == "ddp":
         flags = ["--multi_gpu"]
     elif engine == "zero1":
@@ -368,15 +347,39 @@ def launch_command(engine: str | Path, processes: int) -> list[str]:
         flags = ["--use_deepspeed", "--deepspeed_config_file", str(engine)]
     else:
         flags = ["--config_file", "accelerate_config.yaml" if engine == "zero2" else engine]
-    return [*LAUNCH, *flags, "--num_processes", str(processes), "train_pretrain_accelerate.py"]
+    return [*LAUNCH, *flags, "--num_processes", str(processes), *program]
 
 
-def deepspeed_file(path: Path, **zero_optimization) -> Path:
-    """Write ds_config.json to `path` with these entries changed in "zero_optimization"."""
-    config = json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
-    config["zero_optimization"] |= zero_optimization
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return path
+INJECTED = """
+import os, signal, sys, time
+from pkgutil import resolve_name
+sys.path.insert(0, {repository!r})
+owner, _, name = {place!r}.rpartition(".")
+owner, calls = resolve_name(owner), 0
+original = getattr(owner, name)
+def instead(*args, **options):
+    global calls
+    if {when}:
+        calls += 1
+{statements}
+    return original(*args, **options)
+setattr(owner, name, instead)
+from {program} import main
+main()
+"""
+
+
+def injected(
+    script: Path, place: str, statements: str, when="True", program="train_pretrain_accelerate"
+) -> str:
+    """Write a script that runs a program, and executes statements before each call of the function
+    at `place`, if `when` is true. Return the path of the script.
+
+    The statements can use `args` (of the call) and `calls` (their number, this one included).
+    """
+    facts = {"repository": str(REPOSITORY), "place": place, "when": when, "program": program}
+    script.write_text(INJECTED.format(**facts, statements=indent(statements, " " * 8)))
+    return str(script)
 
 
 # A model of 0.04 million parameters: a step takes milliseconds.
@@ -467,7 +470,7 @@ def browser(tmp_path_factory):
 
     executable = find_browser()
     if executable is None:
-        pytest.skip("needs Chromium")
+        pytest.skip("needs Chromium (apt-get install chromium, or CHROMIUM=path)")
     browser = Browser(executable, tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()

@@ -3,12 +3,12 @@
 import json
 import shutil
 import sysconfig
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Trained, deepspeed_file, launch_command, run_warm, train
+from conftest import Trained, launch_command, run_warm, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
 
@@ -19,96 +19,116 @@ FLAGS = (
     "--dropout 0.1 --dtype bfloat16 --learning_rate 3e-3 --accumulation_steps 2 --keep_last 9 "
 )
 ENGINES = {
-    "plain": ("plain", 1, ""),
     "DDP": ("ddp", 2, ""),
-    "ZeRO-2": ("zero2", 2, " --sampled_softmax 4"),
-    "ZeRO-3": ("configs/zero3.yaml", 2, ""),
-    "ZeRO-3 on the CPU": ("configs/zero3_offload.yaml", 2, ""),
+    # Only one of the processes has a sequence to validate. Under ZeRO-3 none can compute alone.
+    "ZeRO-3 on the CPU": ("configs/zero3_offload.yaml", 2, "--eval_samples 1"),
     # For ZeRO-1 in bf16 with fp32 gradients, DeepSpeed's optimizer class is not that of ZeRO-2.
-    "ZeRO-1, Muon": ("zero1.json", 2, " --optimizer muon --qk_norm"),
-    # `start` resumes this run with --compile auto, which keeps the choice of the first launch.
-    "compiled": ("plain", 1, " --dropout 0 --compile on --sampled_softmax 4"),
+    "ZeRO-1, Muon": ("configs/zero1.yaml", 2, "--optimizer muon --qk_norm"),
+    # The run is resumed with --compile auto, which keeps the choice of the first launch.
+    "compiled": ("plain", 1, "--dropout 0 --compile on --sampled_softmax 4"),
 }
 NO_COMPILER = not (
     shutil.which("g++") and Path(sysconfig.get_paths()["include"], "Python.h").exists()
 )
 
 
-def start(name: str, packed: Path, path: Path, more: str = "") -> Trained:
-    engine, processes, extra = ENGINES[name]
-    if engine == "zero1.json":
-        engine = deepspeed_file(path.parent / engine, stage=1)
-    extra = extra.replace("--compile on", "") if "--resume" in more else extra
-    flags = f"{FLAGS} --batch_size {32 // processes}{extra}{more}"
-    return train(engine, processes, packed, path, flags)
-
-
-@pytest.fixture(scope="module")
-def whole(packed, tmp_path_factory):
-    """Returns a run of ENGINES[name] without a stop. The first call for a name launches the run."""
-    out_dir = tmp_path_factory.mktemp("whole")
-    return cache(lambda name: start(name, packed, out_dir / name))
-
-
 @pytest.mark.parametrize(
     ("name", "step", "resume"),
     [
-        *(("plain", FIRST, "{path}"), ("plain", SECOND, "auto"), ("ZeRO-2", FIRST, "auto")),
         ("DDP", FIRST, "{path}/checkpoints/step-00000005"),
-        *((name, FIRST, "auto") for name in ("ZeRO-1, Muon", "ZeRO-3", "ZeRO-3 on the CPU")),
+        ("ZeRO-3 on the CPU", SECOND, "auto"),
+        ("ZeRO-1, Muon", FIRST, "{path}"),
         pytest.param(
             *("compiled", FIRST, "auto"),
             marks=[
                 pytest.mark.variant,
-                pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler"),
+                pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler (g++)"),
             ],
         ),
     ],
 )
 def test_a_resumed_run_equals_a_whole_run_to_the_bit(
-    name, step, resume, whole, packed, tmp_path, monkeypatch, path_without_compilers
+    name, step, resume, packed, tmp_path, monkeypatch, path_without_compilers
 ):
+    """The other engines: test_reliability.py kills and stops their runs."""
     if name != "compiled":  # with a compiler, DeepSpeed would compile its AdamW for the CPU
         monkeypatch.setenv("PATH", path_without_compilers)
-    before = whole(name)
-    path = before.stopped_after(step, tmp_path / "stopped")
+    engine, processes, more = ENGINES[name]
+    flags = f"{FLAGS} --batch_size {32 // processes} {more}"
+    whole = train(engine, processes, packed, tmp_path / "whole", flags)
+    path = whole.stopped_after(step, tmp_path / "stopped")
     (path / "checkpoints" / "step-00000099.partial-4194305").mkdir()  # left by a killed save
-    resumed = start(name, packed, path, f" --resume {resume.format(path=path)}")
+    flags = f"{flags.replace('--compile on', '')} --resume {resume.format(path=path)}"
+    resumed = train(engine, processes, packed, path, flags)
     assert f"starts from: step-{step:08d}" in resumed.out
     assert ("compiled: yes" in resumed.out) == (name == "compiled")
-    assert before.rows()[-1]["epoch"] > 1 > before.rows()[FIRST]["epoch"]
-    assert resumed.ends_as(before)
+    assert whole.rows()[-1]["epoch"] > 1 > whole.rows()[FIRST]["epoch"]
+    assert resumed.ends_as(whole)
     for key in ("step", "loss", "grad_norm", "learning_rate", "epoch", "tokens"):
-        assert resumed.column(key) == before.column(key)
-    assert resumed.rows("val_loss")[-1] == before.rows("val_loss")[-1]
-    if name == "plain":  # the random state changes, so equal ends prove that it was restored
-        first, last = (before.tensors("random", step)["0.cpu"] for step in (FIRST, STEPS))
-        assert not torch.equal(first, last)
+        assert resumed.column(key) == whole.column(key)
+    last = whole.rows("val_loss")[-1]
+    assert resumed.rows("val_loss")[-1] == last
+    assert last["val_samples"] == (1 if "--eval_samples 1" in more else 16)
+    # The random state changes, so equal ends prove that it was restored.
+    first, last = (whole.tensors("random", step)["0.cpu"] for step in (FIRST, STEPS))
+    assert torch.equal(first, last) == (name == "compiled")
     weights = resumed.tensors().values()  # the weights are fp32 although the run computes in bf16
     assert not all(torch.equal(w, w.bfloat16().float()) for w in weights)
 
 
-def test_a_resumed_run_needs_no_flag_of_its_first_launch(packed, tmp_path, monkeypatch):
-    """It keeps its shape, loss, rates, schedule, batch, data and threads; a typed flag decides."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    flags = f"{FLAGS} --batch_size 32 --sampled_softmax 4 --lr_schedule wsd --warmup_steps 3"
-    flags += " --weight_decay 0.3 --embedding_lr_factor 2 --threads 1"
-    whole = train("plain", 1, packed, tmp_path / "whole", flags)
-    path = whole.stopped_after(FIRST, tmp_path / "stopped")
-    resume = [*launch_command("plain", 1), "--resume"]
-    resumed = Trained(path, run_warm([*resume, str(path)]).worked())
+OTHER_FLAGS = f"{FLAGS} --batch_size 32 --sampled_softmax 4 --lr_schedule wsd --warmup_steps 3"
+OTHER_FLAGS += " --weight_decay 0.3 --embedding_lr_factor 2 --threads 1"
+SAMPLES = "--sample_interval 2 --sample_prompt sum --log_with tensorboard"
+SAMPLES += " --profile --profile_interval 4"
+
+
+@pytest.fixture(scope="module")
+def resumed(packed, tmp_path_factory) -> Trained:
+    """A run with samples that reached the last step, lost the checkpoints after step FIRST, and was
+    resumed without any flag. Its `settings` are those of the first launch."""
+    path = tmp_path_factory.mktemp("resumed") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        first = train("plain", 1, packed, path, f"{OTHER_FLAGS} {SAMPLES}")
+        for checkpoint in (path / "checkpoints").glob("step-*"):
+            if int(checkpoint.name[5:]) > FIRST:
+                shutil.rmtree(checkpoint)
+        first.settings = json.loads((path / "settings.json").read_text())
+        first.out = run_warm([*launch_command("plain", 1), "--resume", str(path)]).worked()
+    return first
+
+
+def test_a_resumed_run_needs_no_flag_and_writing_samples_changes_no_bit(resumed, packed, tmp_path):
+    """It keeps its shape, loss, rates, schedule, batch, data and threads."""
+    whole = train("plain", 1, packed, tmp_path / "whole", OTHER_FLAGS)
+    assert "starts from: step-00000005" in resumed.out
     assert "changed since the run was stopped" not in resumed.out
     assert resumed.said("device") == "CPU, 1 thread per process"
     assert resumed.ends_as(whole)
-    assert resumed.repeatable() == whole.repeatable()
-    ours, theirs = (
-        json.loads((run.path / "settings.json").read_text())["arguments"]
-        for run in (resumed, whole)
-    )
-    assert ours == theirs | {"resume": str(path), "run_name": "stopped"}
-    again = run_warm([*resume, str(whole.checkpoint(FIRST)), "--weight_decay=0", "--threads=2"])
-    changed = "changed since the run was stopped: "
-    assert [line for line in again.worked().splitlines() if line.startswith(changed)] == [
-        f"{changed}--threads 1 → 2",
-        f"{changed}--weight_decay 0.3 → 0.0",
-    ]
+    for key in ("step", "loss", "grad_norm", "learning_rate", "epoch", "tokens"):
+        assert resumed.column(key) == whole.column(key)
+    assert resumed.rows("val_loss") == whole.rows("val_loss")
+    ours = json.loads((resumed.path / "settings.json").read_text())["arguments"]
+    assert ours == resumed.settings["arguments"] | {"resume": str(resumed.path)}
+    assert not (whole.path / "samples.jsonl").exists()
+
+
+def test_a_resumed_run_logs_each_sample_and_each_loss_once(resumed):
+    assert [row["step"] for row in resumed.samples()] == list(range(2, STEPS + 1, 2))
+    events = EventAccumulator(str(resumed.path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    wanted = {f"train/{name}" for name in ("loss", "learning_rate", "grad_norm", "memory_gib")}
+    wanted |= {"train/tokens", "train/tokens_per_second", "val/loss", "val/bits_per_byte"}
+    wanted |= {f"profile/{phase}_seconds" for phase in ("data", "forward", "backward", "optimizer")}
+    assert wanted <= set(events.Tags()["scalars"])
+    losses = events.Scalars("train/loss")
+    assert [each.step for each in losses] == resumed.column("step") == list(range(1, STEPS + 1))
+    assert [each.value for each in losses] == pytest.approx(resumed.column("loss"), rel=1e-6)
+
+
+def test_a_finished_run_leaves_its_report_and_says_what_to_try_next(resumed):
+    page = (resumed.path / "report.html").read_text(encoding="utf-8")
+    assert ">finished</td>" in page
+    assert f"report:     {resumed.path / 'report.html'}" in resumed.out
+    for script in ("generate", "evaluate", "export_hf"):
+        assert f"python -m scripts.{script} {resumed.path}" in resumed.out
