@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPOSITORY, Trained, launch_command, pack, train
+from conftest import REPOSITORY, VOCAB_SIZE, Trained, launch_command, pack, train
 from small_model import opinionated, save_model
 
 from lm.data.conversation_set import ConversationRows
@@ -36,39 +36,35 @@ PARTS = ("loss", "hard_loss", "soft_loss", "agreement")
 
 
 @pytest.fixture(scope="module")
-def teacher(packed, tmp_path_factory) -> Path:
-    """Weights of a model that mostly predicts the current token again."""
-    model = opinionated(400, SHAPE["max_seq_len"])
-    model.norm.weight.data.fill_(2.0)
-    return save_model(tmp_path_factory.mktemp("teacher") / "weights", model, packed)
-
-
-@pytest.fixture(scope="module")
-def teacher_of(packed, teacher, tmp_path_factory):
-    """Returns the teacher's weights for a pair in PAIRS: `teacher`, or a model with experts."""
-    torch.manual_seed(3)
-    model = Transformer(LMConfig(**SHAPE, vocab_size=400, use_moe=True, num_experts_per_tok=2))
-    model.tok_embeddings.weight.data.mul_(10)
-    experts = save_model(tmp_path_factory.mktemp("experts") / "weights", model, packed)
-    return lambda name: experts if PAIRS[name][-1] == "experts" else teacher
-
-
-@pytest.fixture(scope="module")
-def conversations(packed, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("chat")
+def sources(packed, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
+    """Maps "text" and each of PAIRS to the data and the weights of the teacher, which mostly
+    predicts the current token again, or has experts."""
+    folder = tmp_path_factory.mktemp("sources")
     rows = ({"prompt": f"{i} + 1 =", "response": str(i + 1) * (i % 4 + 1)} for i in range(120))
     (folder / "chat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     how = {"kind": "conversations", "vocab_size": None, "tokenizer": str(packed)}
-    return pack(folder / "chat.jsonl", folder / "packed", val_fraction=0.2, **how)
+    answers = pack(folder / "chat.jsonl", folder / "packed", val_fraction=0.2, **how)
+    teacher = opinionated(VOCAB_SIZE, SHAPE["max_seq_len"])
+    teacher.norm.weight.data.fill_(2.0)
+    torch.manual_seed(3)
+    moe = LMConfig(**SHAPE, vocab_size=VOCAB_SIZE, use_moe=True, num_experts_per_tok=2)
+    experts = Transformer(moe)
+    experts.tok_embeddings.weight.data.mul_(10)
+    one, other = (
+        save_model(folder / name, model, packed)
+        for name, model in (("teacher", teacher), ("experts", experts))
+    )
+    return dict.fromkeys(("text", "reverse"), (packed, one)) | {
+        "answers": (answers, one),
+        "experts": (packed, other),
+    }
 
 
-def by_hand(
-    data: PackedDataset | ConversationRows,
-    teacher: Transformer,
-    kl: str = "forward",
-    use_moe: bool = False,
-) -> list[dict]:
+def by_hand(what: str, data: Path, teacher: Path) -> list[dict]:
     """Train by plain PyTorch in one process, one micro-batch per step; return the log rows."""
+    read = ConversationRows if what == "answers" else PackedDataset
+    data, teacher = read(data, "train", SHAPE["max_seq_len"]), load_portable(teacher)
+    kl, use_moe = "reverse" if what == "reverse" else "forward", what == "experts"
     how = SimpleNamespace(alpha=ALPHA, temperature=TEMPERATURE, kl=kl)
     torch.manual_seed(TrainingArguments.seed)
     student = Transformer(LMConfig(**SHAPE, vocab_size=data.vocab_size, use_moe=use_moe))
@@ -98,21 +94,18 @@ def by_hand(
     return rows
 
 
-# Each run has a global batch of 8. The values are the student's engine, the teacher's DeepSpeed
-# file, --batch_size, --accumulation_steps, and what differs from a run with forward KL on text.
+# What differs from a run with forward KL on text → the student's engine, --batch_size,
+# --accumulation_steps, and flags. Each run has a global batch of 8. ZeRO-3 divides the teacher.
 PAIRS = {
-    "ZeRO-2 and ZeRO-3": ("zero2", "divided", 1, 4, ""),
-    "ZeRO-2 and ZeRO-3, answers": ("zero2", "divided", 1, 4, "answers"),
-    "DDP and ZeRO-3, reverse": ("ddp", "divided", 2, 2, "reverse"),
-    "ZeRO-2 and a whole teacher": ("zero2", None, 4, 1, ""),
-    "ZeRO-3 twice": ("configs/zero3.yaml", "divided", 4, 1, ""),
-    "ZeRO-2 and ZeRO-3, both with experts": ("zero2", "divided", 2, 2, "experts"),
+    "answers": ("zero2", 1, 4, ""),
+    "reverse": ("ddp", 2, 2, "--kl reverse"),
+    "experts": ("configs/zero3.yaml", 2, 2, "--use_moe"),
 }
 IN_BF16 = "--dtype bfloat16 --dropout 0.1 --log_interval 4 --save_interval 3 --max_steps 6"
 
 
 @pytest.fixture(scope="module")
-def distil(packed, conversations, teacher_of, tmp_path_factory):
+def distil(sources, tmp_path_factory):
     """Trains the student of a pair in PAIRS on two processes, by default in a new folder."""
     folder = tmp_path_factory.mktemp("pairs")
     file = json.loads((REPOSITORY / "configs" / "zero3_inference.json").read_text())
@@ -121,30 +114,13 @@ def distil(packed, conversations, teacher_of, tmp_path_factory):
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1000}
     (folder / "divided.json").write_text(json.dumps(file))
 
-    def distil(name: str, path: Path | None = None, more: str = "") -> Trained:
-        student, config, batch_size, accumulation, what = PAIRS[name]
-        flags = f"{FLAGS} --teacher {teacher_of(name)} --batch_size {batch_size} {more}"
-        flags += f" --accumulation_steps {accumulation}"
-        flags += f" --teacher_config {folder / config}.json" if config else ""
-        flags += {"reverse": " --kl reverse", "experts": " --use_moe"}.get(what, "")
-        data = conversations if what == "answers" else packed
-        command = [*launch_command(student, 2)[:-1], DISTIL]
-        return train(command, 2, data, path or folder / name, flags)
+    def distil(what: str, path: Path | None = None, more: str = "") -> Trained:
+        (student, batch_size, accumulation, own), (data, teacher) = PAIRS[what], sources[what]
+        flags = f"{FLAGS} --teacher {teacher} --batch_size {batch_size} {own} {more}"
+        flags += f" --accumulation_steps {accumulation} --teacher_config {folder}/divided.json"
+        return train(launch_command(student, 2, DISTIL), 2, data, path or folder / what, flags)
 
     return distil
-
-
-@pytest.fixture(scope="module")
-def expected(packed, conversations, teacher, teacher_of) -> dict[str, list[dict]]:
-    model, seq_len = load_portable(teacher), SHAPE["max_seq_len"]
-    text = PackedDataset(packed, "train", seq_len)
-    answers = ConversationRows(conversations, "train", seq_len)
-    return {
-        "": by_hand(text, model),
-        "reverse": by_hand(text, model, "reverse"),
-        "answers": by_hand(answers, model),
-        "experts": by_hand(text, load_portable(teacher_of([*PAIRS][-1])), use_moe=True),
-    }
 
 
 def assert_the_same(run: Trained, expected: list[dict]) -> None:
@@ -153,29 +129,27 @@ def assert_the_same(run: Trained, expected: list[dict]) -> None:
         assert run.column(name) == pytest.approx(wanted, rel=1e-5, abs=1e-5), name
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_losses_equal_those_of_a_plain_loop(distil, expected, name):
-    run = distil(name)
-    assert_the_same(run, expected[PAIRS[name][-1]])
-    where = "ZeRO-3" if PAIRS[name][1] else "whole on each process"
-    assert re.search(rf"teacher: .*, {where}", run.out)
+@pytest.mark.parametrize("what", PAIRS)
+def test_losses_equal_those_of_a_plain_loop(distil, sources, what):
+    run = distil(what)
+    assert_the_same(run, by_hand(what, *sources[what]))
+    assert re.search("teacher: .*, ZeRO-3", run.out)
 
 
 def test_a_resumed_run_is_equal_to_the_bit(distil, tmp_path):
     """The run has dropout, and it stops between two log lines."""
-    pair = "ZeRO-2 and ZeRO-3"
-    whole = distil(pair, tmp_path / "whole", IN_BF16)
+    whole = distil("answers", tmp_path / "whole", IN_BF16)
     path = whole.stopped_after(3, tmp_path / "stopped")
-    resumed = distil(pair, path, f"{IN_BF16} --resume {path}")
+    resumed = distil("answers", path, f"{IN_BF16} --resume {path}")
     assert resumed.repeatable() == whole.repeatable()
     assert resumed.ends_as(whole)
 
 
-def test_one_process_equals_a_plain_loop_and_saves_the_student(packed, expected, teacher, tmp_path):
-    """The process has micro-batches of 8 sequences."""
+def test_one_process_equals_a_plain_loop_and_saves_the_student(sources, tmp_path):
+    data, teacher = sources["text"]
     flags = f"{FLAGS} --teacher {teacher} --batch_size {BATCH}"
-    distilled = train([sys.executable, DISTIL], 1, packed, tmp_path / "run", flags)
-    assert_the_same(distilled, expected[""])
+    distilled = train([sys.executable, DISTIL], 1, data, tmp_path / "run", flags)
+    assert_the_same(distilled, by_hand("text", data, teacher))
     student = load_trained(str(distilled.path)).model
     assert student.norm.weight.mean().item() == pytest.approx(1, abs=0.1)  # the teacher has 2
     row = distilled.rows()[-1]
