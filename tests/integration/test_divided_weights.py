@@ -1,70 +1,62 @@
 """ZeRO-3 divides a model among processes: what each holds, and what scripts.generate prints."""
 
 import json
-import sys
 
 import pytest
-from conftest import LAUNCH, REPOSITORY, Trained, run_warm, train
+from conftest import REPOSITORY, VOCAB_SIZE, launch_command, run_warm
+from small_model import opinionated, save_model
+
+from scripts import generate
 
 pytestmark = pytest.mark.slow
 
-PROCESSES = 2
-ONE_PROCESS = [sys.executable]
-DIVIDED = [*LAUNCH, "--num_processes", str(PROCESSES)]
-DIVIDED += ["--config_file", "configs/zero3_offload.yaml"]
-# Each process writes to a file how many elements it holds, and the most that loading gathers.
+# scripts.generate; each process writes to a file how many elements of the model it holds, and the
+# most that loading gathers.
 HOLDS = """
 import json, os, sys
-from lm.storage.weights import load_trained
 from lm.engine import zero_inference
+from scripts import generate
 
-sizes, gathered = [], zero_inference.gathered
+sizes, gathered, load = [], zero_inference.gathered, zero_inference.load_divided
 def noted(*parameters, **how):
     sizes.append(sum(p.ds_numel for p in parameters))
     return gathered(*parameters, **how)
-zero_inference.gathered = noted
-zero = zero_inference.config_of_launch(None, None)
-model = load_trained(sys.argv[1], lambda f: zero_inference.load_divided(zero, f)).model
-shares = [p.ds_tensor for p in model.parameters()]
-facts = {
-    "parameters": sum(p.ds_numel for p in model.parameters()),
-    "in whole parameters": sum(p.numel() for p in model.parameters()),
-    "share": sum(share.numel() for share in shares),
-    "most gathered": max(sizes),
-}
-with open(sys.argv[2] + os.environ["RANK"], "w") as file:
-    json.dump(facts, file)
+def measured(*what):
+    model = load(*what)
+    facts = {
+        "parameters": sum(p.ds_numel for p in model.parameters()),
+        "in whole parameters": sum(p.numel() for p in model.parameters()),
+        "share": sum(p.ds_tensor.numel() for p in model.parameters()),
+        "most gathered": max(sizes),
+    }
+    with open(sys.argv[1] + os.environ["RANK"], "w") as file:
+        json.dump(facts, file)
+    return model
+zero_inference.gathered, zero_inference.load_divided = noted, measured
+generate.main(sys.argv[2:])
 """
 
 
-@pytest.fixture(scope="module")
-def trained(packed, tmp_path_factory) -> Trained:
-    flags = "--max_steps 40 --batch_size 8 --learning_rate 1e-2 --dtype float32"
-    return train("plain", 1, packed, tmp_path_factory.mktemp("trained") / "run", flags)
+def texts(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith('{"prompt"')]
 
 
-def said(launcher: list[str], *command: str) -> str:
-    return run_warm([*launcher, *command], PYTHONPATH=str(REPOSITORY)).worked()
-
-
-def test_divided_and_whole_weights_generate_the_same_texts(trained):
-    """The texts have different lengths. Only one process prints them."""
-    flags = ["--prompt", "sum 1", "--prompt", "第", "--num_samples", "2", "--batch_size", "3"]
-    flags += ["--max_new_tokens", "20", "--stop", ";", "--jsonl"]
-    texts = []
-    for launcher in (ONE_PROCESS, DIVIDED):
-        out = said(launcher, "-m", "scripts.generate", str(trained.path), *flags)
-        texts.append([line for line in out.splitlines() if line.startswith('{"prompt"')])
-    assert texts[0] == texts[1]
-    assert len(texts[0]) == 4
-    assert len({len(line) for line in texts[0]}) > 1
-
-
-def test_a_process_holds_its_share_of_the_weights_and_loads_them_in_parts(trained, tmp_path):
-    script = tmp_path / "holds.py"
-    script.write_text(HOLDS)
-    said(DIVIDED, str(script), str(trained.path), f"{tmp_path}/")
-    facts = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(PROCESSES)]
+def test_each_process_holds_its_share_of_the_weights_and_one_prints_the_texts_of_the_whole_model(
+    packed, tmp_path, capsys
+):
+    """The texts have different lengths."""
+    weights = save_model(tmp_path / "weights", opinionated(VOCAB_SIZE, 32), packed)
+    flags = [str(weights), "--prompt", "sum 1", "--prompt", "第", "--num_samples", "2"]
+    flags += ["--batch_size", "3", "--max_new_tokens", "20", "--stop", ";", "--jsonl"]
+    generate.main(flags)
+    whole = texts(capsys.readouterr().out)
+    assert len(whole) == 4
+    assert len({len(line) for line in whole}) > 1
+    (tmp_path / "holds.py").write_text(HOLDS)
+    program = [str(tmp_path / "holds.py"), f"{tmp_path}/", *flags]
+    launch = launch_command("configs/zero3_offload.yaml", 2, *program)
+    assert texts(run_warm(launch, PYTHONPATH=str(REPOSITORY)).worked()) == whole
+    facts = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
     for each in facts:
         assert each["in whole parameters"] == 0
         assert each["most gathered"] < each["parameters"]

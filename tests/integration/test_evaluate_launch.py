@@ -1,12 +1,13 @@
 """scripts.evaluate gives the same numbers on one and on two processes, also under ZeRO-3."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import LAUNCH, VOCAB_SIZE, run_warm
+from conftest import VOCAB_SIZE, launch_command, run_warm
 from small_model import opinionated, save_model
+
+from scripts import evaluate
 
 pytestmark = pytest.mark.slow
 
@@ -21,33 +22,30 @@ def weights(packed, tmp_path_factory) -> Path:
     return save_model(tmp_path_factory.mktemp("weights"), opinionated(VOCAB_SIZE, 32), packed)
 
 
-def result(launcher: list[str], source: Path, flags: list[str], path: Path) -> dict:
-    """Run scripts.evaluate. Return what its --json file holds, and under "out" what it printed."""
-    command = [*launcher, "-m", "scripts.evaluate", str(source), "--batch_size", "8", *flags]
-    out = run_warm([*command, "--json", str(path)]).worked()
-    assert out.count("interval:") == 1  # only one process prints the result
-    return json.loads(path.read_text(encoding="utf-8")) | {"out": out}
-
-
 @pytest.mark.parametrize(
-    ("data", "limit", "launcher"),
+    ("data", "limit", "engine"),
     [  # 45, 69 and 99 rows: no multiple of 16, which is 2 processes × batch size 8
-        ("packed", 45, "--multi_gpu"),
-        ("questions", 0, "--config_file accelerate_config.yaml"),  # the file that training uses
-        ("text", 33, "--config_file configs/zero3_offload.yaml"),
+        ("packed", 45, "ddp"),
+        ("questions", 0, "zero2"),  # the file that training uses
+        ("text", 33, "configs/zero3_offload.yaml"),
     ],
 )
-def test_two_processes_score_like_one(weights, packed, corpus, tmp_path, data, limit, launcher):
+def test_two_processes_score_like_one(
+    weights, packed, corpus, tmp_path, accelerator, data, limit, engine
+):
     questions = tmp_path / "q.jsonl"
     questions.write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS), encoding="utf-8")
     path = {"packed": packed, "questions": questions, "text": corpus}[data]
-    flags = ["--data", str(path), "--limit", str(limit)]
-    two = [*LAUNCH, "--num_processes", "2", *launcher.split()]
-    one, two = (
-        result(start, weights, flags, tmp_path / "result.json") for start in ([sys.executable], two)
-    )
+    result = tmp_path / "result.json"
+    flags = [str(weights), "--batch_size", "8", "--json", str(result), "--data", str(path)]
+    flags += ["--limit", str(limit)]
+    evaluate.main(flags)
+    one = json.loads(result.read_text(encoding="utf-8"))
+    out = run_warm(launch_command(engine, 2, "-m", "scripts.evaluate", *flags)).worked()
+    two = json.loads(result.read_text(encoding="utf-8"))
+    assert out.count("interval:") == 1  # only one process prints the result
     assert (one["processes"], two["processes"]) == (1, 2)
-    assert ("weights divided by ZeRO-3" in two["out"]) == (data == "text")
+    assert ("weights divided by ZeRO-3" in out) == (data == "text")
     for name in ("parameters", "units", "tokens"):
         assert one.get(name) == two.get(name)
     for name, metric in one["metrics"].items():

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from conftest import LAUNCH, Trained, run, train
+from conftest import Trained, run, train
 
 from lm.formats.portable import load_portable
 
@@ -36,16 +36,6 @@ def test_the_start_block_names_engine_processes_precision_data_and_global_batch(
     assert zero2.said("global batch") == (
         "16 sequences = 1,024 tokens per step (4 × 2 accumulation × 2 processes)"
     )
-
-
-def test_the_start_block_names_the_engine_that_the_launchers_flags_select(packed, tmp_path):
-    """Method 2: `accelerate launch` without an Accelerate configuration file."""
-    flags = ["--use_deepspeed", "--deepspeed_config_file", "ds_config.json", "--num_processes=2"]
-    command = [*LAUNCH, *flags, "--mixed_precision=bf16", "train_pretrain_accelerate.py"]
-    trained = train(command, 2, packed, tmp_path / "run", "--max_steps 2")
-    assert trained.said("engine") == "DeepSpeed ZeRO-2"
-    assert trained.said("processes").startswith("2 ")
-    assert trained.column("step") == [1, 2]
 
 
 def test_the_model_learns(zero2):
