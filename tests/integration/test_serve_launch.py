@@ -9,12 +9,13 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 from browser import Browser
-from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, run_warm, start_warm, wait_for
+from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, start_warm, wait_for
 from live_server import LiveServer
 from small_model import opinionated, save_model
 
 from lm.data.tokenizer_training import EOS_ID
 from lm.inference.sampling import Sampling
+from scripts import serve
 
 pytestmark = pytest.mark.slow
 
@@ -88,19 +89,18 @@ def test_the_page_says_when_the_context_is_full_and_drops_the_oldest_messages(br
     assert [problem for problem in browser.problems if "400" not in problem] == []
 
 
-def test_ctrl_c_ends_the_server_and_a_waiting_client_gets_an_error(packed, tmp_path):
+def test_ctrl_c_ends_the_server_and_a_waiting_client_gets_an_error(packed, tmp_path, refusal):
     model, weights = opinionated(VOCAB_SIZE, LONG), tmp_path / "mine" / "weights"
     model.output.weight.data[EOS_ID] = 0  # never the most likely token: the answer does not end
     save_model(weights, model, packed)
-    serve = [sys.executable, "-m", "scripts.serve", str(weights), "--port"]
     log = tmp_path / "log"
     with log.open("w") as output:
-        process = start_warm([*serve, "0"], output)
+        command = [sys.executable, "-m", "scripts.serve", str(weights), "--port", "0"]
+        process = start_warm(command, output)
     try:
         url = wait_for(lambda: re.search(r"^mine at (http://\S+) ", log.read_text(), re.M))[1]
-        taken = run_warm([*serve, str(urlsplit(url).port)])
-        assert (taken.code, taken.out.count("\n")) == (2, 1)
-        assert "Address already in use" in taken.out
+        port = urlsplit(url).port
+        assert "Address already in use" in refusal(serve, weights, "--port", port)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         request = {"model": "mine", "prompt": "1", "temperature": 0}
         answer = client.completions.create(**request, stream=True)
