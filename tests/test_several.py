@@ -3,9 +3,10 @@
 import json
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
-from test_resume_choice import make_run
+from test_resume_choice import damage_file, make_run, write_empty
 
 import train_several_accelerate as several
 from lm.common.errors import UsageError
@@ -15,8 +16,6 @@ from lm.training.schedule import default_rates
 from lm.training.set_up import require_the_same_batches
 from model import ConfigError, LMConfig
 from train_several_accelerate import Runs, SeveralArguments, read_models, resumed_together
-
-DECAYS = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3}}
 
 
 @pytest.fixture
@@ -86,7 +85,8 @@ def test_deepspeed_files_decide_one_precision_and_typed_flags_are_not_dropped(mo
         path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | sections))
         return {"deepspeed": str(path)}
 
-    no_bf16, linear = own("no", bf16={"enabled": False}), own("linear", scheduler=DECAYS)
+    decays = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3}}
+    no_bf16, linear = own("no", bf16={"enabled": False}), own("linear", scheduler=decays)
     ((args, _),) = models_of(a=linear)
     assert (args.lr_schedule, args.warmup_steps) == ("linear", 3)
     with pytest.raises(UsageError, match="or type --lr_schedule linear"):
@@ -98,43 +98,35 @@ def test_deepspeed_files_decide_one_precision_and_typed_flags_are_not_dropped(mo
 
 
 @pytest.fixture
-def resume(tmp_path, monkeypatch):
-    """Makes each run with checkpoints of its `steps`; returns the steps from which the runs resume.
+def resume(tmp_path):
+    """Makes each run with checkpoints of its `steps`; returns from what each run resumes, such as
+    "a/checkpoints/step-00000002". `damaged` is run → the step of a damaged checkpoint."""
 
-    Args:
-        damaged: checkpoints to report as damaged, such as "b/2": step 2 of run b.
-    """
-
-    def resume(damaged: tuple = (), resume="auto", **steps: list[int]) -> list:
-        def damage(path):
-            name = f"{path.parents[1].name}/{int(path.name.removeprefix('step-'))}"
-            return "weights.safetensors is not what it was" if name in damaged else None
-
-        monkeypatch.setattr(several, "damage", damage)
-        runs = [RunFolder(tmp_path / name) for name in steps]
-        for run, own in zip(runs, steps.values(), strict=True):
-            for step in own:
-                run.checkpoint(step).mkdir(parents=True)
-        paths = resumed_together(runs, resume)
-        assert all(
-            path == resume or run.path.name in path for path, run in zip(paths, runs, strict=True)
-        )
-        return [path and re.sub(r".*step-0*", "", path) for path in paths]
+    def resume(damaged: dict[str, int] | None = None, resume="auto", **steps: list[int]) -> list:
+        runs = [RunFolder(make_run(tmp_path / name, *own)) for name, own in steps.items()]
+        for name, step in (damaged or {}).items():
+            damage_file(tmp_path / name, step)
+        return [x and x.removeprefix(f"{tmp_path}/") for x in resumed_together(runs, resume)]
 
     return resume
 
 
+def checkpoints(step: int, *names: str) -> list[str]:
+    return [f"{name}/checkpoints/step-{step:08d}" for name in names]
+
+
 def test_all_models_resume_from_the_newest_step_that_is_undamaged_in_all(resume, capsys):
-    assert resume(small=[10, 20, 30], large=[10, 20], other=[5, 10, 20, 40]) == ["20"] * 3
-    assert resume(("b/2",), a=[1, 2], b=[1, 2]) == ["1"] * 2
+    steps = {"small": [10, 20, 30], "large": [10, 20], "other": [5, 10, 20, 40]}
+    assert resume(**steps) == checkpoints(20, *steps)
+    assert resume({"b": 2}, a=[1, 2], b=[1, 2]) == checkpoints(1, "a", "b")
     said = capsys.readouterr().out
-    assert "step-00000002: weights.safetensors is not what it was; trying an earlier step" in said
+    assert re.search(r"b/.*/step-0+2: the checksum of .* is wrong; trying an earlier step", said)
     assert resume(c=[], d=[]) == ["auto"] * 2  # new runs
-    assert resume(c=[1], d=[1], resume=None) == [None] * 2
+    assert resume(x=[1], y=[1], resume=None) == [None] * 2
     for damaged, steps in (
-        ((), {"e": [10, 20], "new": []}),
-        ((), {"f": [10], "g": [30]}),
-        (("h/10",), {"h": [10], "i": [10]}),
+        ({}, {"e": [10, 20], "new": []}),
+        ({}, {"f": [10], "g": [30]}),
+        ({"h": 10}, {"h": [10], "i": [10]}),
     ):
         with pytest.raises(UsageError, match=r"no step has an undamaged checkpoint of every model"):
             resume(damaged, **steps)
@@ -142,64 +134,44 @@ def test_all_models_resume_from_the_newest_step_that_is_undamaged_in_all(resume,
 
 def test_all_models_are_locked_before_a_step_is_chosen(resume, monkeypatch):
     """The job before this one saves step 20, and ends, while this one starts."""
-    monkeypatch.setattr(
-        "train_several_accelerate.claim", lambda run: run.checkpoint(20).mkdir(parents=True)
-    )
-    assert resume(first=[10], second=[10]) == ["20"] * 2
+    monkeypatch.setattr(several, "claim", lambda run: write_empty(run, 20))
+    assert resume(first=[10], second=[10]) == checkpoints(20, "first", "second")
 
 
-class FakeRun:
-    """A Run for the next test. `done` lists the arguments of each save, then "closed"."""
-
-    def __init__(self):
-        self.engine = SimpleNamespace(is_main=False)
-        self.total_steps = 9
-        self.due, self.done, self.stopped, self.interrupted = False, [], None, False
-        self.checkpointer = SimpleNamespace()
-
-    def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
-        return self.due
-
-    def save(self, step: int, val_loss: float | None) -> None:
-        self.done.append((step, val_loss))
-
-    def close(self) -> bool:
-        self.done.append("closed")
-        return True
-
-
-def test_all_models_save_when_one_is_due_or_a_stop_is_requested(monkeypatch):
-    ended = []
-    monkeypatch.setattr(several, "end_stopped", lambda engines, saved: ended.append(saved))
-    stop = SimpleNamespace(reason=lambda: None, time_to_save=False, saved=lambda: None)
-    first, second = FakeRun(), FakeRun()
-    first.stop = stop
+@pytest.fixture
+def pair(monkeypatch) -> Runs:
+    """Stand-ins for two runs that train together. Neither is due to save or asked to stop."""
+    first, second = (Mock(total_steps=9, stopped=None, interrupted=False) for _ in range(2))
+    for run in (first, second):
+        run.is_time_to_save.return_value = run.engine.is_main = False
+    first.stop.reason.return_value, first.stop.time_to_save = None, False
     together = Runs({first: {}, second: {}}, [])
     monkeypatch.setattr(together, "in_turn", lambda: iter(together.all))
-    together.end(1, {first: 1.0, second: 2.0})
-    second.due = True
-    together.end(2, {first: 1.5, second: 2.5})
+    return together
+
+
+def test_all_models_save_when_one_is_due_or_a_stop_is_requested(pair, monkeypatch):
+    (first, second), ended = pair.all, Mock()
+    monkeypatch.setattr(several, "end_stopped", ended)
+    pair.end(1, {first: 1.0, second: 2.0})
+    second.is_time_to_save.return_value = True
+    pair.end(2, {first: 1.5, second: 2.5})
     assert not first.stopped
-    assert (first.done, second.done) == ([(2, 1.5)], [(2, 2.5)])
-    stop.reason, second.due = lambda: "SIGTERM", False
-    together.end(4, {first: None, second: None})
-    together.finish()
-    assert first.done[1:] == second.done[1:] == [(4, None), "closed"]
-    assert ended == [True]
+    second.is_time_to_save.return_value, first.stop.reason.return_value = False, "SIGTERM"
+    pair.end(4, {first: None, second: None})
+    pair.finish()
+    assert first.save.call_args_list == [call(2, 1.5), call(4, None)]
+    assert second.save.call_args_list == [call(2, 2.5), call(4, None)]
+    assert first.close.call_count == second.close.call_count == 1
+    ended.assert_called_once_with([first.engine, second.engine], True)
 
 
-def test_a_failed_save_of_one_model_does_not_cost_the_weights_of_the_next(monkeypatch):
-    written = []
-    for run in (first := FakeRun(), second := FakeRun()):
-        run.log = SimpleNamespace(say=lambda text: None)
-        run.folder = SimpleNamespace(path="run")
-        run.accelerator = SimpleNamespace(end_training=lambda: None)
-        run.write_results = lambda run=run: written.append(run) or run is second
-    together = Runs({first: {}, second: {}}, [])
-    monkeypatch.setattr(together, "in_turn", lambda: iter(together.all))
+def test_a_failed_save_of_one_model_does_not_cost_the_weights_of_the_next(pair):
+    first, second = pair.all
+    first.write_results.return_value = False
     with pytest.raises(UsageError, match="the last checkpoint was not saved"):
-        together.finish()
-    assert written == [first, second]
+        pair.finish()
+    second.write_results.assert_called_once()
 
 
 def test_models_that_would_read_different_batches_are_refused_with_the_value_of_each():
