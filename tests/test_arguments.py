@@ -76,10 +76,6 @@ def test_a_wrong_number_is_refused_in_a_message_that_names_its_flag(name):
         ("--sample_prompt=\ud83d", "sample_prompt"),
         ("--deepspeed=a\0", "deepspeed"),
         ("--deepspeed", "--deepspeed must be followed by a file, as in --deepspeed ds_"),
-        (
-            "--deepspeed_config ds.json --deepspeed",
-            "--deepspeed must be followed by a file, as in --deepspeed ds_",
-        ),
         ("--log_with=tensorboard,nonsense", "log_with"),
         ("--nonsense 1", "unrecognized arguments: --nonsense 1 (see --help)"),
         ("--batch 8", "--batch"),  # a flag cannot be abbreviated

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from small_model import adapted
 
-from lm.common.errors import UsageError
 from lm.storage.checkpoint import (
     MANIFEST,
     OPTIMIZER,
@@ -18,28 +16,19 @@ from lm.storage.checkpoint import (
     STATE,
     WEIGHTS,
     damage,
-    read_state,
     write_base,
     write_checkpoint,
 )
 from lm.storage.folder import RunFolder
 from lm.storage.weights import WeightsFolder
-from model import LMConfig
 from model.lora import is_adapter, merged_weights
 
-CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400, dropout=0.25)
-IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "muon"}
 
-
-def tensors_of(step: int) -> dict[str, dict[str, torch.Tensor]]:
+def write(run: RunFolder, step: int, weights: dict[str, torch.Tensor], **state) -> int:
+    """Write a checkpoint of these weights; return its size in bytes."""
     moments = {"w.exp_avg": torch.zeros(64), "w.exp_avg_sq": torch.ones(64)}
-    weights = {"w": torch.full((64,), float(step))}
-    return {WEIGHTS: weights, OPTIMIZER: moments, RANDOM: {"0.cpu": torch.get_rng_state()}}
-
-
-def state_of(step: int, **changes) -> dict:
-    state = {"step": step, "val_loss": None, "model": CONFIG.to_dict(), "identity": IDENTITY}
-    return state | {"processes": 1, "optimizer_step": step, "loss_scale": None} | changes
+    tensors = {WEIGHTS: weights, OPTIMIZER: moments, RANDOM: {"0.cpu": torch.get_rng_state()}}
+    return write_checkpoint(run, tensors, {"step": step, "val_loss": 2.5} | state)
 
 
 @pytest.fixture
@@ -48,7 +37,7 @@ def run(tmp_path) -> RunFolder:
 
 
 def test_a_written_checkpoint_is_complete_and_sound(run):
-    size = write_checkpoint(run, tensors_of(5), state_of(5))
+    size = write(run, 5, {"w": torch.ones(64)})
     path = run.checkpoint(5)
     files = (WEIGHTS, OPTIMIZER, RANDOM, STATE)
     assert sorted(file.name for file in path.iterdir()) == sorted([*files, MANIFEST])
@@ -56,15 +45,10 @@ def test_a_written_checkpoint_is_complete_and_sound(run):
     assert damage(path) is None
     assert run.latest.read_text() == "step-00000005\n"
     assert sorted(file.name for file in run.checkpoints.iterdir()) == ["latest", path.name]
-    assert read_state(path) == state_of(5)
-    for name, tensors in tensors_of(5).items():
-        written = load_file(path / name)
-        assert written.keys() == tensors.keys()
-        assert all(torch.equal(written[k], v) for k, v in tensors.items())
 
 
 def test_damage_of_any_file_is_reported_in_one_line(run):
-    write_checkpoint(run, tensors_of(1), state_of(1))
+    write(run, 1, {"w": torch.ones(64)})
     dice, folder = random.Random(0), run.checkpoint(1)
     for path in sorted(folder.iterdir()):
         whole = path.read_bytes()
@@ -95,8 +79,7 @@ def tuned(run, tmp_path) -> SimpleNamespace:
     (tmp_path / "tokenizer.model").write_bytes(b"any bytes")
     write_base(run, model.config, base, tmp_path / "tokenizer.model")
     trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    state = state_of(3, model=model.config.to_dict(), lora=vars(model.lora))
-    write_checkpoint(run, {WEIGHTS: trained, OPTIMIZER: {}, RANDOM: {}}, state)
+    write(run, 3, trained, model=model.config.to_dict(), lora=vars(model.lora))
     return SimpleNamespace(model=model, base=base, trained=trained)
 
 
@@ -116,5 +99,4 @@ def test_a_checkpoint_whose_base_has_changed_is_damaged(run, tuned):
     weights.write_bytes(weights.read_bytes()[:-4] + b"else")
     assert damage(run.checkpoint(3)) == "the checksum of model.safetensors is wrong"
     run.base.rename(run.base.with_name("moved"))
-    with pytest.raises(UsageError, match=r"every .* is damaged: .* no readable manifest.json"):
-        WeightsFolder.find(str(run.path))
+    assert "no readable manifest.json" in damage(run.checkpoint(3))

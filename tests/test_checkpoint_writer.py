@@ -254,15 +254,11 @@ def test_models_trained_together_prune_when_all_saved_the_same_step(run, tmp_pat
     assert (steps_of(run), steps_of(other)) == ([3], [3])
 
 
-WRONG = {
-    "state.json": b'{"step": 1}',
-    "weights.safetensors": b"",
-    "random.safetensors": b"0" * 99,
-}
-
-
-@pytest.mark.parametrize("file", WRONG)
-def test_a_checkpoint_file_with_wrong_contents_is_refused_in_one_line(run, file):
+@pytest.mark.parametrize(
+    ("file", "wrong"),
+    [("state.json", b'{"step": 1}'), ("weights.safetensors", b""), ("random.safetensors", b"0")],
+)
+def test_a_checkpoint_file_with_wrong_contents_is_refused_in_one_line(run, file, wrong):
     save(run, 1)
-    (run.checkpoint(1) / file).write_bytes(WRONG[file])
+    (run.checkpoint(1) / file).write_bytes(wrong)
     assert "step-00000001" in error_of(load, run, 1, error=(UsageError, ConfigError))

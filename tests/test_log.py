@@ -41,16 +41,11 @@ def take_step(meter: LossMeter, *losses: float, weight: float = 1.0, norm=0.5) -
     meter.end_step(norm)
 
 
-def mean_of(meter: LossMeter) -> float | None:
-    return meter.take()["loss"]
-
-
-@pytest.mark.parametrize("weight", [0.25, 0.0])
-def test_means_are_over_every_target_of_all_processes_since_the_last_report(weight):
-    meter = meter_of(others=(weight * (6.0 + 8.0), 2 * weight))
+def test_means_are_over_every_target_of_all_processes_since_the_last_report():
+    meter = meter_of(others=(3.5, 0.5))
     take_step(meter, 1.0, weight=0.5)
     take_step(meter, 3.0)
-    assert mean_of(meter) == pytest.approx((0.5 + 3 + weight * (6 + 8)) / (1.5 + 2 * weight))
+    assert meter.take()["loss"] == pytest.approx((0.5 + 3 + 3.5) / (0.5 + 1 + 0.5))
     meter = meter_of("hard_loss", "agreement")
     for weight, loss in ((1.0, 2.0), (0.5, 8.0)):
         parts = {"agreement": torch.tensor(loss / 16), "hard_loss": torch.tensor(loss / 2)}
@@ -59,7 +54,7 @@ def test_means_are_over_every_target_of_all_processes_since_the_last_report(weig
     expected = {"loss": 6 / 1.5, "hard_loss": 3 / 1.5, "agreement": 0.375 / 1.5}
     assert meter.take() == pytest.approx(expected)
     take_step(meter)  # without any target
-    assert mean_of(meter) is None
+    assert meter.take()["loss"] is None
 
 
 @pytest.mark.parametrize("bad", [NAN, torch.tensor(INF)])
@@ -70,7 +65,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(bad):
         counts.append((int(meter.skipped_steps), int(meter.bad_in_row)))
     assert counts == [(0, 0), (1, 1), (2, 2), (2, 0)]
     assert meter.worst_in_row == 2
-    assert mean_of(meter) == 3.5
+    assert meter.take()["loss"] == 3.5
 
 
 def test_a_resumed_meter_gives_the_same_means_without_the_unfinished_step():
@@ -114,14 +109,11 @@ def start(accelerator, tmp_path, clock):
         log.close()
 
 
-def no_constant(name: str):
-    raise ValueError(f"{name} is not JSON")
-
-
 def rows(path: Path) -> list[dict]:
     text = (path / "metrics.jsonl").read_text(encoding="utf-8")
     assert text.endswith("\n") or not text
-    return [json.loads(line, parse_constant=no_constant) for line in text.splitlines()]
+    # Other programs reject constants such as NaN, which are not JSON.
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
 @pytest.fixture
@@ -220,7 +212,8 @@ def test_a_full_disk_loses_no_row(start, feed, tmp_path, capsys):
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
-def test_a_tracker_that_fails_is_named_and_hides_no_row_from_others(start, feed, tmp_path, capsys):
+def test_a_tracker_that_fails_hides_no_row_from_others(start, feed):
+    """test_surroundings.py trains with a tracker that fails."""
     log, written = start(), []
 
     def refuse(*args, **options):
@@ -235,12 +228,7 @@ def test_a_tracker_that_fails_is_named_and_hides_no_row_from_others(start, feed,
         ),
     ]
     feed(log, 1)
-    refused = "tensorboard NOT WRITTEN: [Errno 28] No space left on device\n"
-    assert capsys.readouterr().out.startswith(refused)
-    assert [row["step"] for row in rows(tmp_path)] == [1]
     log.close()
-    assert capsys.readouterr().out == refused
-    log.accelerator.end_training()  # would raise the error again
     assert written == [1, "finished"]
 
 

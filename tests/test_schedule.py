@@ -66,14 +66,7 @@ def from_flags(typed: str, total_steps: int) -> LearningRate:
     return LearningRate(parse_arguments(typed.split())[0], total_steps)
 
 
-def test_flags_set_the_schedule():
-    flags = (
-        "--learning_rate 3e-3 --lr_schedule wsd --warmup_steps 7 --min_lr_ratio 0.5 "
-        "--decay_fraction 0.3"
-    )
-    rate = from_flags(flags, 100)
-    assert [rate(step) for step in (1, 7, 70)] == pytest.approx([3e-3 / 7, 3e-3, 3e-3])
-    assert [rate(step) for step in (85, 100)] == pytest.approx([0.75 * 3e-3, 0.5 * 3e-3])
+def test_warm_up_is_a_share_of_the_steps_unless_it_is_typed():
     assert from_flags("", 100).schedule == "cosine"
     for total, warmup in ((3, 0), (4, 1), (60, 15), (10**6, MAX_DEFAULT_WARMUP)):  # 25%, limited
         assert from_flags("", total).warmup_steps == warmup

