@@ -305,12 +305,12 @@ def tree_of(pid: int) -> list[psutil.Process]:
     return tree
 
 
-def kill_all(process: subprocess.Popen | WarmProcess, number: int = signal.SIGKILL) -> None:
-    """Send a signal to a process and its descendants; wait until they have ended."""
+def kill_all(process: subprocess.Popen | WarmProcess) -> None:
+    """Kill a process and its descendants; wait until they have ended."""
     members = tree_of(process.pid)
     for member in members:
         with suppress(psutil.NoSuchProcess):
-            member.send_signal(number)
+            member.kill()
     process.wait(SAFETY_NET_SECONDS)
     wait_for(lambda: all(map(has_ended, members)))
 

@@ -3,7 +3,6 @@
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -66,12 +65,10 @@ def start(machines, packed, tmp_path):
             command = train_command(command, 2, packed, tmp_path / "run", f"{FLAGS} {flags}")
             log = tmp_path / f"{machine.name}.log"
             log.unlink(missing_ok=True)
-            processes.append(machine.start(command, log, PYTHONFAULTHANDLER="1"))
+            processes.append(machine.start(command, log))
         return processes
 
-    yield start
-    for machine in machines:  # pytest shows the logs if the test fails
-        print((tmp_path / f"{machine.name}.log").read_text())
+    return start
 
 
 @pytest.mark.variant  # of the next test, and of the test of a dead rank in test_reliability.py
@@ -79,20 +76,15 @@ def test_a_run_outlasts_a_network_cut_and_resumes_after_a_death(machines, start,
     """The losses are those of one machine with the same number of processes."""
     run = tmp_path / "run"
     here, there = start("--max_steps 1000000 --save_interval 5")
-    try:
-        wait_for(lambda: len(rows_of(run)) >= 10, here, there)
-        machines[1].plug("down")
-        before = len(rows_of(run))
-        time.sleep(CUT_SECONDS)
-        during = len(rows_of(run))
-        machines[1].plug("up")
-        wait_for(lambda: len(rows_of(run)) >= during + 10, here, there)
-        kill_all(there)
-        code = here.wait(SAFETY_NET_SECONDS)
-    finally:
-        for process in (here, there):
-            if process.poll() is None:
-                kill_all(process, signal.SIGABRT)  # each process prints where it waits
+    wait_for(lambda: len(rows_of(run)) >= 10, here, there)
+    machines[1].plug("down")
+    before = len(rows_of(run))
+    time.sleep(CUT_SECONDS)
+    during = len(rows_of(run))
+    machines[1].plug("up")
+    wait_for(lambda: len(rows_of(run)) >= during + 10, here, there)
+    kill_all(there)
+    code = here.wait(SAFETY_NET_SECONDS)
     assert during <= before + 2  # one step in progress, and one that was not logged yet
     assert code == 1  # the exit code of the launcher
     (line,) = errors((tmp_path / f"{NAMES[0]}.log").read_text())
@@ -138,20 +130,16 @@ def test_a_slurm_job_prepares_data_once_and_saves_if_one_machine_gets_a_signal(m
         env=clean_environment() | environ,
         stdin=subprocess.DEVNULL,
     )
-    try:
-        wait_for(lambda: len(rows_of(clone / "out" / "runs" / "job-4242")) >= 5, process)
-        (script,) = (
-            child
-            for child in tree_of(process.pid)
-            if child.cmdline()[:2] == ["bash", "run_accelerate.sh"]
-            and child.environ()["SLURM_NODEID"] == "1"
-            and child.parent().name() != "bash"  # no subshell of the script
-        )
-        script.terminate()
-        process.wait(SAFETY_NET_SECONDS)
-    finally:
-        if process.poll() is None:
-            kill_all(process)
+    wait_for(lambda: len(rows_of(clone / "out" / "runs" / "job-4242")) >= 5, process)
+    (script,) = (
+        child
+        for child in tree_of(process.pid)
+        if child.cmdline()[:2] == ["bash", "run_accelerate.sh"]
+        and child.environ()["SLURM_NODEID"] == "1"
+        and child.parent().name() != "bash"  # no subshell of the script
+    )
+    script.terminate()
+    process.wait(SAFETY_NET_SECONDS)
     codes, said = (
         [(tmp_path / f"{what}-{rank}").read_text() for rank in (0, 1)] for what in ("code", "said")
     )
