@@ -20,6 +20,8 @@ TWO_MACHINES = {"NUM_MACHINES": "2", "MASTER_ADDR": "127.0.0.1"}
     ("environ", "says"),
     [
         ({"ENGINE": "zero3", "CONFIG": "my.yaml"}, "set only one"),
+        ({"ENGINE": "zero5"}, "ENGINE=zero5: take one of ddp, fp16, multi_node, zero1, zero2, "),
+        ({"CONFIG": "my.yaml"}, "CONFIG=my.yaml: no such file"),
         ({"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
         ({"STAGE": "distill", "DATA": "x"}, "STAGE=distill does not use DATA"),
         ({"STAGE": "sft", "PREPARE_FLAGS": "--reuse"}, "does not use PREPARE_FLAGS"),

@@ -114,10 +114,10 @@ class TimeBudget:
         speed, minutes = plan.tokens / plan.seconds, self.request.minutes
         how = "expected" if plan.speed.measured else "assumed"
         text = f"{plan.model.name}: {counted(plan.steps, 'steps')} at {speed:,.0f} tokens/s "
-        text += f"{how}, {plan.passes:.2g} passes over the data"
+        text += f"{how}, {plan.passes:,.2f} passes over the data"
         text += "; compiling would not pay" if self.compiles is False else ""
         if task.steps_are_typed:
-            return text
+            return f"{text}; a flag decides the steps, so MINUTES has no effect"
         text = f"{minutes:g} min for {text}"
         if task.seconds == LEAST_TRAINING * 60 * minutes:
             text += "; the start took so long that the run will end late"
