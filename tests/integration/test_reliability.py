@@ -221,7 +221,7 @@ def test_a_nan_of_one_rank_never_reaches_the_weights_and_is_counted(engine, pack
 
 
 def test_fp16_loss_scaling_skips_a_step_with_one_bad_gradient_of_one_process():
-    """DeepSpeed trains with the changes of `launch_fewer_kernels`."""
+    """DeepSpeed trains with ZeRO-1, 2 and 3 and the changes of `launch_fewer_kernels`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     program = ["--nproc_per_node", "2", "-m", "tests.integration.bad_gradient"]
     out = run_warm([*launcher, *program]).worked()
@@ -232,7 +232,7 @@ def test_fp16_loss_scaling_skips_a_step_with_one_bad_gradient_of_one_process():
         "skipped": [0, 1, 1, 1],
         "scale": [16, 8, 8, 8],
     }
-    assert json.loads(line.removeprefix("results: ")) == [expected] * 2
+    assert json.loads(line.removeprefix("results: ")) == [dict.fromkeys("123", expected)] * 2
 
 
 def test_data_that_is_moved_away_does_not_change_a_run(packed, tmp_path, monkeypatch):
