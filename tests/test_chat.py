@@ -72,13 +72,10 @@ def converse(chat, monkeypatch, capsys):
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
         chat.converse()
         out, err = capsys.readouterr()
-        return answers(out), err
+        answers = [part.removesuffix("\n") for part in out.split("\n> ")[1:-1]]
+        return answers, err
 
     return typed
-
-
-def answers(out: str) -> list[str]:
-    return [part.removesuffix("\n") for part in out.split("\n> ")[1:-1]]
 
 
 def expected(model, tokenizer, said: list[Turn], sampling=GREEDY) -> str:

@@ -26,6 +26,7 @@ QUESTIONS = [
     {"question": "sum", "choices": ["4", "第"], "answer": "B"},
     {"question": "2 + 2 = 4; " * 9, "choices": ["4", "5"], "answer": 1},
 ]
+QUESTIONS.insert(1, QUESTIONS[0])  # a repeated question counts
 CHATS = [
     {"prompt": f"{i} + 1 =", "response": str(i + 1) * (30 if i == 4 else 1)} for i in range(2, 12)
 ]
@@ -130,10 +131,10 @@ def test_of_a_folder_with_splits_validation_is_scored_or_else_test(evaluate, tmp
 def test_questions_are_scored_with_delimiter_or_template(evaluate, refused, run_folder, tmp_path):
     path = write_lines(tmp_path / "q.jsonl", QUESTIONS)
     out, result = evaluate("--data", path)
-    assert (result["task"], result["units"], result["truncated"]) == ("choice", 3, 1)
+    assert (result["task"], result["units"], result["truncated"]) == ("choice", 4, 1)
     assert (result["template"], result["delimiter"]) == (False, " ")
-    assert "scored: 3 questions, 1 truncated" in out
-    assert "chance: 44.44%  with random answers" in out
+    assert "scored: 4 questions, 1 truncated" in out
+    assert "chance: 41.67%  with random answers" in out
     chats = shutil.copytree(run_folder / "weights", tmp_path / "chats")
     (chats / "chat_template.jinja").write_text("{{ messages }}")
     chat = evaluate("--data", path, runs=(chats,))[1]
@@ -208,7 +209,7 @@ def test_flags_that_cannot_work_are_refused_in_one_line(refused, corpus, flags, 
         ([], "", "a.jsonl has no text"),
         ([], "--task choice", "no text, question, or answer"),
         ([{"text": "x"}, {"no": 1}], "", "a.jsonl, line 2: no column 'text'"),
-        ([*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: not a question"),
+        ([*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 5: not a question"),
     ],
 )
 def test_data_that_cannot_be_scored_is_refused_in_one_line(refused, tmp_path, lines, flags, says):

@@ -83,11 +83,6 @@ def test_transformers_computes_equal_logits_from_the_file(weights, changes):
         torch.testing.assert_close(theirs(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
 
 
-def test_experts_are_refused(weights, refusal):
-    line = refusal(export_gguf, weights(use_moe=True), "out.gguf")
-    assert "experts cannot be written to GGUF: scripts.export_hf can" in line
-
-
 def test_the_shape_is_stored_under_the_gguf_keys_of_llama(weights):
     reader = export(weights())
     assert key(reader, "general.architecture") == "llama"
@@ -164,7 +159,9 @@ def test_q8_0_changes_no_weight_by_more_than_about_half_a_step(weights):
             assert not np.array_equal(values, exact[name])
 
 
-def test_rows_that_q8_0_cannot_store_and_tokenizers_other_than_bpe_are_refused(weights, refusal):
+def test_experts_rows_that_q8_0_cannot_store_and_other_tokenizers_are_refused(weights, refusal):
+    line = refusal(export_gguf, weights(use_moe=True), "out.gguf")
+    assert "experts cannot be written to GGUF: scripts.export_hf can" in line
     folder = weights(hidden_dim=150)
     line = refusal(export_gguf, folder, folder.parent / "model.gguf", "--type", "q8_0")
     assert line.endswith("rows of 150 numbers, q8_0 needs a multiple of 32: pass --type f16")
@@ -198,17 +195,12 @@ def test_an_existing_file_is_kept_and_a_failed_write_leaves_no_file(weights, sma
     assert list(disk.iterdir()) == []
 
 
-def test_a_second_end_token_is_the_end_of_a_turn(weights):
-    folder = weights()
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
-    reader = export(folder)
-    ends = [key(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    assert ends == [2, 5]
-
-
-def test_the_file_of_a_chat_model_has_the_template_without_escapes(weights):
+def test_the_file_of_a_chat_model_has_the_template_and_the_end_token_of_a_turn(weights):
     folder = weights()
     assert export(folder).get_field("tokenizer.chat_template") is None
     (folder / TEMPLATE_FILE).touch()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     reader = export(folder, "--overwrite")
-    assert key(reader, "tokenizer.chat_template") == PLAIN_JINJA
+    assert key(reader, "tokenizer.chat_template") == PLAIN_JINJA  # without escapes
+    ends = [key(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    assert ends == [2, 5]

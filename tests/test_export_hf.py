@@ -14,13 +14,12 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from small_model import save_model
 from test_tokenizer import NASTY
 from test_transformer import transformer
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE
 from lm.data.conversations import Turn, encode_conversation
 from lm.data.tokenizer import Tokenizer
 from lm.formats.portable import load_portable, save_portable
-from lm.formats.tokenizer_json import exported_jinja, is_ours
 from lm.storage.weights import load_trained
 from scripts import export_hf, import_weights
 
@@ -113,10 +112,8 @@ def test_auto_tokenizer_gives_equal_ids_and_text(weights, exported):
     chooser, ids = random.Random(0), range(ours.vocab_size)
     texts = [*NASTY.values(), *(ours.decode(chooser.choices(ids, k=20)) for _ in range(500))]
     for text in texts:
-        ids, markers = (
-            ours.encode(text),
-            [name for name in ("<s>", "</s>", "<unk>") if name in text],
-        )
+        ids = ours.encode(text)
+        markers = [name for name in ("<s>", "</s>", "<unk>") if name in text]
         as_text = {"split_special_tokens": True} if markers else {}
         given = theirs(text, add_special_tokens=False, **as_text)["input_ids"]
         assert given == ids, repr(text)
@@ -124,54 +121,16 @@ def test_auto_tokenizer_gives_equal_ids_and_text(weights, exported):
         assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
 
 
-def test_a_chat_model_is_exported_with_the_chat_template(weights, exported, tmp_path):
-    chat = shutil.copytree(weights, tmp_path / "chat")
-    (chat / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
-    export_hf.main([str(chat), str(tmp_path / "hf")])
-    ours, theirs = load_trained(str(chat)).tokenizer, AutoTokenizer.from_pretrained(tmp_path / "hf")
-    turns = [Turn("user", "</s>"), Turn("assistant", "<s>")]
-    messages = [turn._asdict() for turn in turns]
-    theirs.save_pretrained(tmp_path / "again")
-    for tokenizer in (theirs, AutoTokenizer.from_pretrained(tmp_path / "again")):
-        ids = tokenizer.apply_chat_template(messages, return_dict=False)
-        assert ids == encode_conversation(ours, turns)[0]
-    for name, source in (("chats", tmp_path / "hf"), ("plain", exported)):
-        import_weights.main([str(source), str(tmp_path / name)])
-        assert load_trained(str(tmp_path / name)).chats == (name == "chats")
-
-
-def test_a_special_token_that_somebody_adds_is_one_id_in_texts_and_in_messages(weights, tmp_path):
-    for chats in (False, True):
-        copy = shutil.copytree(weights, tmp_path / f"w{chats}")
-        if chats:
-            (copy / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
-        export_hf.main([str(copy), str(tmp_path / f"hf{chats}")])
-        theirs = AutoTokenizer.from_pretrained(tmp_path / f"hf{chats}")
-        theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-        theirs.save_pretrained(tmp_path / f"again{chats}")
-        for tokenizer in (theirs, AutoTokenizer.from_pretrained(tmp_path / f"again{chats}")):
-            ids = tokenizer("<|im_start|>hi</s>", add_special_tokens=False).input_ids
-            assert (ids[0], ids[-1]) == (VOCAB_SIZE, 2)
-            messages = [{"role": "user", "content": "a<|im_start|>b</s>"}]
-            if chats:
-                ids = tokenizer.apply_chat_template(messages, return_dict=False)
-                assert (ids.count(VOCAB_SIZE), ids.count(2)) == (1, 1)
-
-
-def test_a_batch_of_texts_is_padded_and_continued_as_each_text_alone(weights, exported):
-    theirs = AutoTokenizer.from_pretrained(exported)
-    texts = ["1", "sum 1 + 1 ="]
-    batch = theirs(texts, padding=True, return_tensors="pt")
-    assert batch.attention_mask.sum(1).tolist() == [len(theirs(text).input_ids) for text in texts]
+def test_a_batch_of_texts_is_padded_and_continued_as_each_text_alone(exported):
+    tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported)
-    ids = model.generate(**batch, max_new_tokens=8, do_sample=False)
-    alone = theirs(texts[0], return_tensors="pt")
-    expected = model.generate(**alone, max_new_tokens=8, do_sample=False)[0]
-    assert torch.equal(ids[0][-len(expected) :], expected)
-    write = pipeline("text-generation", model=model, tokenizer=theirs)
-    how = {"max_new_tokens": 8, "max_length": None, "do_sample": False}
-    together = write(texts, batch_size=2, **how)
-    assert together == [write([text], **how)[0] for text in texts]
+
+    def write(*texts: str) -> torch.Tensor:
+        batch = tokenizer([*texts], padding=True, return_tensors="pt")
+        return model.generate(**batch, max_new_tokens=8, do_sample=False)[0]
+
+    alone = write("1")
+    assert torch.equal(write("1", "sum 1 + 1 =")[-len(alone) :], alone)
 
 
 def test_a_program_without_the_exported_tokenizer_renders_messages_as_they_are(weights, tmp_path):
@@ -191,12 +150,6 @@ def test_a_program_without_the_exported_tokenizer_renders_messages_as_they_are(w
     assert text == said.replace(" </s></s>", "</s>")
 
 
-def test_an_exported_template_is_recognised():
-    assert is_ours(PLAIN_JINJA)
-    assert is_ours(exported_jinja(["<s>"]))
-    assert not is_ours(PLAIN_JINJA.replace("'\\n'", "' '"))
-
-
 def save_again(packed: Path, folder: Path, dtype: str = "float32", **changes) -> Path:
     """Export a chat model, and load and save it with transformers, as TRL and PEFT do. `folder`
     gets weights/, hf/ and again/; return again/."""
@@ -212,13 +165,24 @@ def save_again(packed: Path, folder: Path, dtype: str = "float32", **changes) ->
     return folder / "again"
 
 
+def test_a_special_token_that_somebody_adds_is_one_id_in_texts_and_in_messages(packed, tmp_path):
+    theirs = AutoTokenizer.from_pretrained(save_again(packed, tmp_path))
+    theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    theirs.save_pretrained(tmp_path / "more")
+    for tokenizer in (theirs, AutoTokenizer.from_pretrained(tmp_path / "more")):
+        ids = tokenizer("<|im_start|>hi</s>", add_special_tokens=False).input_ids
+        assert (ids[0], ids[-1]) == (VOCAB_SIZE, 2)
+        messages = [{"role": "user", "content": "a<|im_start|>b</s>"}]
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        assert (ids.count(VOCAB_SIZE), ids.count(2)) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("dtype", "changes"),
     [
         ("float32", {"tie_embeddings": False}),
         ("bfloat16", {"tie_embeddings": True}),
         ("bfloat16", {"tie_embeddings": False, "qk_norm": True}),
-        ("float32", {"tie_embeddings": True, "qk_norm": True}),
         ("float32", {"tie_embeddings": False, "use_moe": True, "moe_hidden_dim": 24}),
     ],
 )
@@ -230,7 +194,13 @@ def test_an_export_saved_by_transformers_is_imported_with_tokenizer_and_template
     assert json.loads((again / "tokenizer.json").read_text(encoding="utf-8"))["truncation"]
     import_weights.main([str(again), str(tmp_path / "back")])
     back, ours = tmp_path / "back", load_file(tmp_path / "weights" / "model.safetensors")
-    assert load_trained(str(back)).chats
+    trained = load_trained(str(back))
+    assert trained.chats
+    turns = [Turn("user", "</s>"), Turn("assistant", "<s>")]
+    for folder in (tmp_path / "hf", again):
+        theirs = AutoTokenizer.from_pretrained(folder)
+        ids = theirs.apply_chat_template([turn._asdict() for turn in turns], return_dict=False)
+        assert ids == encode_conversation(trained.tokenizer, turns)[0]
     assert (back / "tokenizer.model").read_bytes() == (packed / "tokenizer.model").read_bytes()
     assert load_portable(back).config == load_portable(tmp_path / "weights").config
     stored = load_file(back / "model.safetensors")
@@ -263,12 +233,16 @@ def test_a_tokenizer_that_another_program_changed_is_refused_and_the_flag_replac
         assert load_trained(str(tmp_path / "mine")).chats
 
 
-def test_another_chat_template_is_left_out_with_a_message(packed, tmp_path, capsys):
+def test_another_chat_template_is_left_out_and_none_is_added(packed, tmp_path, capsys):
     again = save_again(packed, tmp_path)
-    (again / TEMPLATE_FILE).write_text("{{ messages }}")
+    template = again / TEMPLATE_FILE
+    template.write_text(PLAIN_JINJA.replace("'\\n'", "' '"))
     import_weights.main([str(again), str(tmp_path / "other")])
     assert "tokenizer.json, without its chat template" in capsys.readouterr().out
     assert not load_trained(str(tmp_path / "other")).chats
+    template.unlink()
+    import_weights.main([str(again), str(tmp_path / "none")])
+    assert not load_trained(str(tmp_path / "none")).chats
 
 
 def test_a_tokenizer_that_cannot_be_converted_is_refused_or_left_out(weights, tmp_path, refusal):
@@ -283,15 +257,9 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_or_left_out(weights, tm
     assert logits_of(tmp_path / "hf").shape == (2, 40, VOCAB_SIZE)
 
 
-def test_a_wrong_run_is_refused_in_a_line_and_leaves_nothing(weights, exported, tmp_path, refusal):
-    bare = shutil.copytree(weights, tmp_path / "bare")
-    (bare / "tokenizer.model").unlink()
-    mistakes = {
-        tmp_path / "absent": "no such folder",
-        bare: "no such tokenizer file",
-        exported: "python -m scripts.import_weights",
-    }
-    for run, says in mistakes.items():
-        assert says in refusal(export_hf, run, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [bare]
-    assert "is no export" in refusal(export_hf, weights, bare, "--overwrite")
+def test_an_export_is_no_run_and_a_folder_of_weights_is_not_replaced(
+    weights, exported, tmp_path, refusal
+):
+    assert "python -m scripts.import_weights" in refusal(export_hf, exported, tmp_path / "out")
+    other = shutil.copytree(weights, tmp_path / "other")
+    assert "is no export" in refusal(export_hf, weights, other, "--overwrite")

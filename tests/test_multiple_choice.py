@@ -115,12 +115,6 @@ def test_the_accuracy_equals_that_of_naive_scoring(scorer, tokenizer):
         assert answered(scorer, tokenizer, other)[name] == 0
 
 
-def test_questions_and_truncated_questions_are_counted_and_chance_is_a_mean(scorer, tokenizer):
-    found = answered(scorer, tokenizer, [*QUESTIONS, QUESTIONS[0]])  # a repeated question counts
-    assert (found["units"], found["truncated"]) == (6, 1)
-    assert found["chance"] == pytest.approx((1 / 4 + 1 / 3 + 1 / 2 * 2 + 1 / 3 + 1 / 4) / 6)
-
-
 def test_a_long_question_keeps_its_end_and_a_question_that_just_fits_is_whole(tokenizer):
     text = QUESTIONS[0]["question"]
     fields = {"question": text, "choices": ["5;", "6;"], "answer": 0}

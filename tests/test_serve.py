@@ -4,10 +4,11 @@ import http.client
 import json
 import logging
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from conftest import SAFETY_NET_SECONDS, wait_for
+from conftest import SAFETY_NET_SECONDS, error_of, wait_for
 from live_server import LiveServer
 from starlette.testclient import TestClient
 
@@ -15,39 +16,30 @@ from lm.data.chat_template import encode_chat_prompt
 from lm.data.conversations import Turn
 from lm.inference.sampling import Sampling
 from lm.inference.server.app import Served, bind, make_app, once_per_kind
+from lm.inference.server.requests import ChatRequest
 from scripts.serve import LOCAL
 
-LONG, SHORT = 1 << 16, 100  # contexts in tokens: no text fills LONG, a long question fills SHORT
+CONTEXT = 1 << 16  # tokens: no answer fills it
+LONG_TEXT = "1 + 1 = 2; " * 20_000  # fills it
 HELLO = [{"role": "user", "content": "1 + 1"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def servers(packed):
-    sizes = {"long": LONG, "short": SHORT}
-    started = {name: LiveServer(name, packed / "tokenizer.model", n) for name, n in sizes.items()}
+def server(packed):
+    started = LiveServer("mine", packed / "tokenizer.model", CONTEXT)
     yield started
-    for server in started.values():
-        server.close()
-
-
-@pytest.fixture(scope="module")
-def server(servers):
-    return servers["long"]
-
-
-def client_of(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    started.close()
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    return client_of(server)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 OPENAI_FIELDS = {"temperature": 1.8, "top_p": 0.9, "seed": 11}
 VLLM_FIELDS = {"top_k": 0, "min_p": 0.01, "repetition_penalty": 1.2}
-REQUEST = {"model": "long", "messages": HELLO, "extra_body": VLLM_FIELDS, **OPENAI_FIELDS}
+REQUEST = {"model": "mine", "messages": HELLO, "extra_body": VLLM_FIELDS, **OPENAI_FIELDS}
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +55,22 @@ def test_a_chat_answer_is_the_continuation_of_the_template(client, server, expec
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected)
     assert choice.finish_reason == "length"
-    parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
-    in_parts = REQUEST | {"messages": [{"role": "user", "content": parts}], "max_tokens": 20}
-    again = client.chat.completions.create(**in_parts)
-    assert again.choices[0].message.content == expected
     usage, n = answer.usage, len(server.prompt_ids("1 + 1"))
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (n, 20, n + 20)
-    assert answer.model == "long"
+    assert answer.model == "mine"
     free = REQUEST | {"seed": None, "max_tokens": 20}
     drawn = {client.chat.completions.create(**free).choices[0].message.content for _ in range(4)}
     assert len(drawn) > 1  # each time another seed
+
+
+def test_messages_of_all_roles_in_parts_and_empty_answers_are_turns(tokenizer):
+    parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
+    said = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    said += [{"role": "assistant", "content": "", "refusal": None}]
+    said += [{"role": "user", "content": parts}]
+    turns = [Turn("system", "Be brief."), Turn("user", "1 + 1"), Turn("assistant", "")]
+    prompt = encode_chat_prompt(tokenizer, [*turns, Turn("user", "1 + 1")])
+    assert ChatRequest.model_validate({"messages": said}).encode(tokenizer) == (prompt, [])
 
 
 def test_a_streamed_answer_is_the_same_text_in_pieces(client, expected):
@@ -93,19 +91,11 @@ def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
     ids, next_ids = server.tokenizer.encode_prompt("sum 1: ")
     whole = server.continues(ids, 20, next_ids).removeprefix(" ")  # the prompt ends with this space
     stop = whole[6:9]
-    request = {"model": "long", "prompt": ["sum 1: "], "temperature": 0, "max_tokens": 30}
+    request = {"model": "mine", "prompt": ["sum 1: "], "temperature": 0, "max_tokens": 30}
     answer = client.completions.create(**request, stop=[stop, "not there"], stream=stream)
     choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     assert "".join(choice.text for choice in choices) == whole.partition(stop)[0]
     assert choices[-1].finish_reason == "stop"
-
-
-def test_an_empty_answer_of_the_server_may_stand_in_the_history(client, server):
-    said = [*HELLO, {"role": "assistant", "content": "", "refusal": None}, *HELLO]
-    request = REQUEST | {"messages": said, "max_tokens": 5, "temperature": 0}
-    answer = client.chat.completions.create(**request)
-    turns = [Turn(turn["role"], turn["content"]) for turn in said]
-    assert answer.usage.prompt_tokens == len(encode_chat_prompt(server.tokenizer, turns))
 
 
 def test_a_failure_that_repeats_is_logged_once(caplog):
@@ -131,41 +121,6 @@ def test_a_client_that_disconnects_cancels_its_answer(server, stream):
     assert text.finish_reason == "cancelled"
 
 
-def opened(server: LiveServer, text: bytes) -> socket.socket:
-    """Send a request or its beginning; return the connection once the server has accepted it."""
-    connection = socket.create_connection(server.address, timeout=SAFETY_NET_SECONDS)
-    connection.sendall(text)
-    mine, state = connection.getsockname(), server.server.server_state
-    wait_for(lambda: mine in [each.client for each in list(state.connections)])
-    return connection
-
-
-def told(connection: socket.socket) -> tuple[int, str]:
-    """Read until the connection ends; return the status and the message of the error."""
-    with connection, connection.makefile("rb") as answer:
-        head, _, body = answer.read().partition(b"\r\n\r\n")
-    return int(head.split()[1]), json.loads(body)["error"]["message"]
-
-
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-def test_at_shutdown_all_waiting_clients_get_the_reason(packed, capsys):
-    server = LiveServer("mine", packed / "tokenizer.model", LONG)
-    body = b'{"prompt": "1", "temperature": 0}'
-    whole = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-    opened(server, HEAD + b"Content-Length: 99\r\n\r\n{").close()  # leaves early: prints nothing
-    state = server.server.server_state
-    wait_for(lambda: not state.connections and not state.tasks)
-    clients = [opened(server, whole) for _ in range(2)]
-    wait_for(lambda: server.n_running == 2)
-    server.server.should_exit = True
-    assert [told(client) for client in clients] == [(503, "the server is shutting down")] * 2
-    server.thread.join(SAFETY_NET_SECONDS)
-    assert not server.thread.is_alive()
-    assert capsys.readouterr().err == ""
-
-
 def post(server: LiveServer, path: str, body, **headers: str) -> tuple[int, dict]:
     """Send a plain HTTP request; return the status and the JSON of the answer."""
     connection = http.client.HTTPConnection(*server.address)
@@ -176,7 +131,27 @@ def post(server: LiveServer, path: str, body, **headers: str) -> tuple[int, dict
     return answer.status, json.loads(answer.read())
 
 
-LONG_TEXT = "1 + 1 = 2; " * 60
+def test_at_shutdown_all_waiting_clients_get_the_reason(packed, capsys):
+    server = LiveServer("mine", packed / "tokenizer.model", CONTEXT)
+    state = server.server.server_state
+    leaving = http.client.HTTPConnection(*server.address)
+    incomplete = {"Content-Type": "application/json", "Content-Length": "99"}
+    leaving.request("POST", COMPLETIONS, b"{", incomplete)
+    wait_for(lambda: state.tasks)
+    leaving.close()
+    wait_for(lambda: not state.connections and not state.tasks)  # this prints nothing
+    with ThreadPoolExecutor() as clients:
+        request = server, COMPLETIONS, {"prompt": "1", "temperature": 0}
+        waiting = [clients.submit(post, *request) for _ in range(2)]
+        wait_for(lambda: server.n_running == 2)
+        server.server.should_exit = True
+    for status, answer in (client.result() for client in waiting):
+        assert (status, answer["error"]["message"]) == (503, "the server is shutting down")
+    server.thread.join(SAFETY_NET_SECONDS)
+    assert not server.thread.is_alive()
+    assert capsys.readouterr().err == ""
+
+
 TURN = {"role": "user", "content": "1"}
 ANSWER = {"role": "assistant", "content": "2"}
 PICTURE = {"role": "user", "content": [{"type": "image_url"}]}
@@ -191,7 +166,6 @@ REFUSED = [  # path, body, status, the wrong parameter, words of the message
     (CHAT, {"messages": [TURN], "n": 2}, 400, "n", "should be 1"),
     (COMPLETIONS, {"prompt": "1", "best_of": 2}, 400, "best_of", "not permitted"),
     (CHAT, {"messages": [TURN], "tools": [{}]}, 400, "tools", "not permitted"),
-    (CHAT, {"messages": [TURN], "temprature": 1}, 400, "temprature", "not permitted"),
     (CHAT, {"messages": [TURN], "model": "gpt-5"}, 404, "model", "gpt"),
     (CHAT, b"{messages:", 400, None, "Invalid JSON"),
     (CHAT, {"messages": [BROKEN]}, 400, None, "Invalid JSON"),
@@ -202,45 +176,23 @@ REFUSED = [  # path, body, status, the wrong parameter, words of the message
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_a_wrong_request_is_refused_with_an_error_in_openais_form(servers, case):
+def test_a_wrong_request_is_refused_with_an_error_in_openais_form(server, case):
     path, body, status, param, word = REFUSED[case]
-    code, answer = post(servers["short"], path, body)
+    if isinstance(body, dict):
+        body = body | {"max_tokens": 1}  # if it is not refused, its answer ends at once
+    code, answer = post(server, path, body)
     error = answer["error"]
     assert (code, error["param"]) == (status, param)
     assert word in error["message"]
     assert error["type"] == "invalid_request_error"
 
 
-def test_an_html_form_of_another_site_is_refused(servers):
-    """A form can send any body, but not with the Content-Type application/json."""
-    body = {"messages": [TURN], "max_tokens": 2}
-    assert post(servers["short"], CHAT, body, **{"Content-Type": "text/plain"})[0] == 400
-    assert post(servers["short"], CHAT, body)[0] == 200
-
-
-def test_the_openai_package_understands_the_errors(servers):
-    client = client_of(servers["short"])
+def test_the_openai_package_understands_the_errors_and_the_model(client):
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="short", prompt=LONG_TEXT)
+        client.completions.create(model="mine", prompt=LONG_TEXT)
     assert refused.value.code == "context_length_exceeded"
-    assert [model.id for model in client.models.list()] == ["short"]
-    with pytest.raises(openai.NotFoundError) as refused:
-        client.completions.create(model="gpt-4", prompt="1")
-    assert refused.value.code == "model_not_found"
-
-
-def test_the_role_developer_is_the_role_system(server):
-    ids = [
-        post(server, CHAT, {"messages": [{"role": role, "content": "a"}, TURN], "max_tokens": 1})
-        for role in ("developer", "system")
-    ]
-    assert [code for code, _ in ids] == [200, 200]
-    assert ids[0][1]["usage"] == ids[1][1]["usage"]
-
-
-def test_one_model_is_described_by_its_name(servers):
-    client = client_of(servers["short"])
-    assert client.models.retrieve("short").id == "short"
+    assert [model.id for model in client.models.list()] == ["mine"]
+    assert client.models.retrieve("mine").id == "mine"
     with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("org/other")
     assert refused.value.code == "model_not_found"
@@ -254,9 +206,14 @@ def test_the_server_listens_on_addresses_of_both_versions(host):
         pytest.skip(f"this machine has no {host}")
     with bind(host, 0) as bound:
         socket.create_connection((host, bound.getsockname()[1])).close()
+    assert error_of(bind, host, 70000).startswith(f"--host {host} --port 70000: ")
 
 
-def test_a_web_page_of_another_site_gets_no_permission_to_read(server):
+def test_a_web_page_of_another_site_can_neither_ask_nor_read(server):
+    """A form can send any body, but not with the Content-Type application/json."""
+    body = {"messages": [TURN], "max_tokens": 2}
+    assert post(server, CHAT, body, **{"Content-Type": "text/plain"})[0] == 400
+    assert post(server, CHAT, body)[0] == 200
     connection = http.client.HTTPConnection(*server.address)
     asks = {"Origin": "http://other.example", "Access-Control-Request-Method": "POST"}
     for method, path in (("OPTIONS", CHAT), ("GET", "/v1/models")):
