@@ -180,7 +180,8 @@ class Candidates:
         flags |= {"compile": "on" if compiled else "off"}
         counts = (threads,) if threads else self.thread_counts
         self.taken = 0.0  # if memory runs out, fewer sequences are measured whatever the time
-        speed = measure(self.request.train, self.request.arguments, flags, counts, self.seconds)
+        seconds = self.seconds * (4 if compiled else 1)  # compiling comes on top of the fifth
+        speed = measure(self.request.train, self.request.arguments, flags, counts, seconds)
         speed = speed._replace(step=speed.step * model.rows / rows)
         if not compiled:
             self.known[case] = model, speed

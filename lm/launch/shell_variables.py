@@ -47,8 +47,8 @@ class ShellVariables:
         self.config = f"configs/{engine}.yaml" if engine else file or "accelerate_config.yaml"
         if not Path(self.config).is_file():
             known = sorted(path.stem for path in Path("configs").glob("*.yaml"))
-            remedy = f"take one of {', '.join(known)}" if engine else "no such file"
-            raise UsageError(f"{f'ENGINE={engine}' if engine else f'CONFIG={file}'}: {remedy}")
+            wrong = f"ENGINE={engine}: take one of {', '.join(known)}"
+            raise UsageError(wrong if engine else f"CONFIG={self.config}: no such file")
         minutes = self.get("MINUTES", "10" if torch.cuda.is_available() else "4")
         if not (minutes.replace(".", "", 1).isdecimal() and 0 < float(minutes) < float("inf")):
             raise UsageError(f"MINUTES must be a positive number, such as 30, not {minutes!r}")

@@ -21,8 +21,8 @@ from lm.training.schedule import FROM_WEIGHTS
 LAUNCH_SHARE = 3.0
 # Preparation that takes more than this share of MINUTES does not count: time begins at its end.
 MOST_PREPARING = 0.5
-# At least this share of MINUTES is for steps and validations, even if an overloaded machine needs
-# the rest to start: a run that ends late is worth more than one of a single step.
+# At least this share of MINUTES is for steps and validations, even if the start needs more than the
+# rest, as on an overloaded machine: a run that ends late is worth more than one of a single step.
 LEAST_TRAINING = 0.25
 MOST_PASSES = 10  # over a text, assumed
 MOST_PASSES_SEGMENTED = 15  # over a text stored in several segmentations (lm/data/encoding.py)
@@ -117,12 +117,12 @@ class TimeBudget:
         text += f"{how}, {plan.passes:,.2f} passes over the data"
         text += "; compiling would not pay" if self.compiles is False else ""
         if task.steps_are_typed:
-            return f"{text}; a flag decides the steps, so MINUTES has no effect"
+            return f"{text}; a flag decides the steps, not MINUTES"
         text = f"{minutes:g} min for {text}"
-        if task.seconds == LEAST_TRAINING * 60 * minutes:
-            text += "; the start took so long that the run will end late"
         if plan.passes >= 0.99 * task.most_passes:
             return f"{text}; this is the most that the text allows: more text would help"
+        if task.seconds <= LEAST_TRAINING * 60 * minutes:
+            text += "; the start took so long that the run will end late"
         if plan.steps < LEAST_STEPS:
             text += "; these are few steps: set more MINUTES"
         if len(models) > 1:
