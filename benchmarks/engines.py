@@ -237,7 +237,7 @@ def take_steps(out: Path, steps: int, limit: float, flags: list[str]) -> None:
         "losses": losses,
         "seconds": computing,
         "limited": statistics.median(limited) if limited else None,
-        "limited_expected": expected.total,
+        "limited_expected": expected.seconds,
         "sent": sent.item() / engine.processes / (len(losses) - WARMUP),
         "sent_expected": expected.sent,
         "peak": engine.largest(peak_memory_bytes(device)),

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def describe(options: dict) -> str:
-    """Return the tables and the advice. Raises UsageError or ConfigError if a value cannot work."""
+    """Return the table and the advice. Raises UsageError or ConfigError if a value cannot work."""
     flags = Namespace(**{name: options.pop(name) for name in PLAN_FLAGS})
     args, model_settings = as_arguments(options)
     shapes = without_memory(LMConfig(**model_settings, vocab_size=flags.vocab_size))
@@ -64,59 +64,42 @@ def describe(options: dict) -> str:
         f"which {OVERHEAD // GIB} for libraries; {plan.gpu} at {flags.mfu:.0%} MFU",
         f"{counted(machines, 'machines')}; {link} in a machine, {network} between machines, "
         f"{pcie} to RAM\n",
-        columns([memory_row(plan, strategy) for strategy in plan.usable()]),
+        columns([row(plan, strategy) for strategy in plan.engines]),
+        "Lost: share of the time in which a GPU waits.\n"
+        f"Most GPUs: the largest power of two that loses less than {LOSS:.0%} of the time.\n"
+        "≥: plus the time of AdamW on the CPU and the time of NVMe, which are not known."
+        if plan.computing
+        else f"Hours are unknown for {plan.gpu} in {args.dtype}: pass a --device such as H100",
     ]
+    if (chosen := next(filter(plan.fits, plan.engines), None)) is None:
+        return "\n".join([*lines, "\nNo engine fits: take a smaller --batch_size or more memory."])
+    lines.append(f"\nTake {chosen.name}, the first that fits, with your model's flags:")
+    lines.append(f"ENGINE={chosen.config} bash run_accelerate.sh")
     if plan.computing:
-        lines += [
-            f"\n{columns([time_row(plan, strategy) for strategy in plan.usable()])}",
-            "Hidden: sending that is assumed to pass while the GPU computes.",
-            f"Most GPUs: the largest power of two that loses less than {LOSS:.0%} of the time.",
-            "≥: plus the time of AdamW on the CPU and the time of NVMe, which are not known.",
-        ]
-    else:
-        lines.append(
-            f"Hours are unknown for {plan.gpu} in {args.dtype}: pass a --device such as H100"
-        )
-    return "\n".join([*lines, "", *advice(plan)])
+        most = counted(plan.most_processes(chosen), "GPUs")
+        lines.append(f"More than {most} would lose {LOSS:.0%} of the time or have no sequence.")
+    return "\n".join(lines)
 
 
-def memory_row(plan: Plan, strategy: Strategy) -> dict[str, str]:
-    """Return the row of an engine in the table of memory, batch and bytes sent."""
+def row(plan: Plan, strategy: Strategy) -> dict[str, str]:
+    """Return the row of an engine in the table."""
     expected = estimate(plan.as_trained(strategy), plan.work)
-    return {
+    time = plan.shared_by(plan.work.processes, strategy)
+    is_least = strategy.optimizer_on != GPU and not plan.work.on_cpu
+    memory_and_traffic = {
         "engine": strategy.name,
         "memory" if plan.work.on_cpu else "GPU memory": memory(expected.peak),
         "RAM": memory(expected.ram) if expected.ram else "0",
         "largest batch": str(largest_batch(strategy, plan.work, plan.memory)),
-        "GB sent": f"{plan.shared_by(plan.work.processes, strategy).sent / 1e9:.2f}",
+        "GB sent": f"{time.sent / 1e9:.2f}",
     }
-
-
-def time_row(plan: Plan, strategy: Strategy) -> dict[str, str]:
-    """Return the row of an engine in the table of times."""
-    time = plan.shared_by(plan.work.processes, strategy)
-    is_least = strategy.optimizer_on != GPU and not plan.work.on_cpu
-    return {
-        "engine": strategy.name,
-        "computing, s": f"{time.computing:.3g}",
-        "sending, s": f"{time.sending:.3g}",
-        "hidden, s": f"{time.hidden:.3g}",
-        "hours": "≥ " * is_least + f"{time.total * plan.steps / 3600:.3g}",
+    if not plan.computing:
+        return memory_and_traffic
+    return memory_and_traffic | {
+        "hours": "≥ " * is_least + f"{time.seconds * plan.steps / 3600:.3g}",
         "lost": f"{time.lost:.0%}",
         "most GPUs": f"{plan.most_processes(strategy):,}",
     }
-
-
-def advice(plan: Plan) -> list[str]:
-    """Return the lines that name the engine to take, and when more GPUs are of no use."""
-    if (strategy := plan.first_that_fits()) is None:
-        return ["No engine fits: take a smaller --batch_size or more memory."]
-    lines = [f"Take {strategy.name}, the first that fits, with your model's flags:"]
-    lines.append(f"ENGINE={strategy.config} bash run_accelerate.sh")
-    if plan.computing:
-        most = counted(plan.most_processes(strategy), "GPUs")
-        lines.append(f"More than {most} would lose {LOSS:.0%} of the time or have no sequence.")
-    return lines
 
 
 if __name__ == "__main__":

@@ -73,21 +73,11 @@ class Network(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of one optimizer step, and the bytes that a process sends in it."""
+    """The time of one optimizer step, and what a process sends in it."""
 
-    computing: float
-    sending: float  # with copies to and from RAM
-    hidden: float  # the part of `sending` that passes while the GPU computes
+    seconds: float
+    lost: float  # share of the seconds in which the GPU waits
     sent: float  # bytes to other processes
-
-    @property
-    def total(self) -> float:
-        return self.computing + self.sending - self.hidden
-
-    @property
-    def lost(self) -> float:
-        """The share of the time in which the GPU waits."""
-        return max(0, 1 - self.computing / self.total)
 
 
 def traffic(strategy: Strategy, work: Workload) -> tuple[float, float, float]:
@@ -120,22 +110,20 @@ def traffic(strategy: Strategy, work: Workload) -> tuple[float, float, float]:
 def step_time(strategy: Strategy, work: Workload, computing: float, network: Network) -> StepTime:
     """Return the time of a step that computes for `computing` seconds.
 
-    The hidden part is an assumption. DDP exchanges gradients during the last backward pass, ZeRO-2
-    without `coalesces` during each backward pass, and ZeRO-3 sends during forward and backward. The
-    other exchanges, and copies to RAM, follow the backward passes."""
+    The part of the sending that passes during computing is assumed. DDP exchanges gradients during
+    the last backward pass, ZeRO-2 without `coalesces` during each backward pass, and ZeRO-3 sends
+    during forward and backward. Other exchanges, and copies to RAM, follow the backward passes."""
     gradients, weights, copied = traffic(strategy, work)
     within = work.processes <= network.per_machine
     rate = network.link if within else min(network.link, network.between)
-    if strategy.stage == 3:
-        hidden = min((gradients + weights) / rate, computing)
-    elif strategy.stage is None:
-        hidden = min(gradients / rate, BACKWARD * computing / work.args.accumulation_steps)
-    elif strategy.stage == 2 and not strategy.coalesces:
-        hidden = min(gradients / rate, BACKWARD * computing)
-    else:
-        hidden = 0
     sent = gradients + weights
-    return StepTime(computing, sent / rate + copied / network.pcie, hidden, sent)
+    # Share of the computing that passes while the engine sends.
+    last_backward = BACKWARD / work.args.accumulation_steps
+    shares = {None: last_backward, 2: 0 if strategy.coalesces else BACKWARD, 3: 1}
+    hidden = (sent if strategy.stage == 3 else gradients) / rate
+    hidden = min(hidden, shares.get(strategy.stage, 0) * computing)
+    waiting = sent / rate + copied / network.pcie - hidden
+    return StepTime(computing + waiting, waiting / max(computing + waiting, 1e-9), sent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +139,15 @@ class Plan:
     gpu: str = ""  # name of the GPU, or "this device"
     links: tuple[str, ...] = ()  # names or GB/s of the links of `network`
 
-    def usable(self) -> list[Strategy]:
-        """Return the engines that support the optimizer."""
+    @property
+    def engines(self) -> list[Strategy]:
+        """The engines that support the optimizer, in the order in which to try them."""
         muon = self.work.args.optimizer == "muon"
         return [each for each in strategies() if each.takes_muon or not muon]
 
-    def first_that_fits(self) -> Strategy | None:
-        """Return the engine to take, or None."""
-        found = (each for each in self.usable() if fits(each, self.work, self.memory, self.ram))
-        return next(found, None)
+    def fits(self, strategy: Strategy) -> bool:
+        """Return whether a process of this engine has enough memory."""
+        return fits(strategy, self.work, self.memory, self.ram)
 
     def shared_by(self, processes: int, strategy: Strategy) -> StepTime:
         """Return the time of a step if so many processes share the global batch."""
