@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         print(heading(PROGRAM, argv))
         for run in args.runs:
             trained = load_trained(run)
-            texts = windows(data_of(run), PROMPT + args.tokens, args.samples)
+            texts = windows(data_of(trained.folder), PROMPT + args.tokens, args.samples)
             prompts = [text[:PROMPT] for text in texts]
             decoder = Decoder(trained.model)
             rows = [row("the text", [text[PROMPT:] for text in texts], prompts, judge)]

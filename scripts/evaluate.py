@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in args.runs:
         trained = load_trained(name, load)
         if not results:  # the first model decides the data and the task for all models
-            args.data = args.data or data_of(str(trained.folder))
+            args.data = args.data or data_of(trained.folder)
             args.task = args.task or detect_task(args.data, args.text_column)
             check_flags(args)
         scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)

@@ -3,6 +3,7 @@
 python -m scripts.report RUN [RUN ...]
 """
 
+from functools import partial
 from pathlib import Path
 
 from lm.common.errors import UsageError, one_line_errors
@@ -19,7 +20,8 @@ def main(argv: list[str] | None = None) -> None:
     add("runs", nargs="+", metavar="RUN", help="run folder, or 'auto' for the newest run")
     add("--out", type=Path, help="page (default: RUN/report.html; several RUNs: out/report.html)")
     args = parser.parse_args(argv)
-    runs = list(dict.fromkeys(find_run(name) for name in args.runs))
+    find = partial(find_run, is_wanted=lambda run: run.metrics.exists())
+    runs = list(dict.fromkeys(map(find, args.runs)))
     out = args.out or (RunFolder(runs[0]).report if len(runs) == 1 else Path("out/report.html"))
     write_report(runs, out)
     print(f"report: {out}")

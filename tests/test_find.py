@@ -1,5 +1,4 @@
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -9,43 +8,36 @@ from lm.storage.find import data_of, find_run
 from lm.storage.folder import RunFolder
 
 
-def make_run(path: Path, written: float) -> RunFolder:
-    """Make a run whose metrics were written at `written`, in seconds after 1970."""
-    path.mkdir(parents=True)
+def make_run(path: Path, started: float, saved: str = "weights", **settings) -> Path:
+    """Make a run that has logged, with an empty folder `saved`."""
+    (path / saved).mkdir(parents=True)
     run = RunFolder(path)
     run.metrics.touch()
-    os.utime(run.metrics, (written, written))
-    return run
+    run.settings.write_text(json.dumps({"started": started, **settings}))
+    return path
 
 
-@pytest.fixture
-def run(tmp_path) -> Path:
-    return make_run(tmp_path / "runs" / "mine", 1000).path
-
-
-def test_auto_finds_the_newest_run_of_the_requested_program(run, tmp_path):
-    older = make_run(tmp_path / "runs" / "older", 1)
-    older.settings.write_text('{"program": "train_sft_accelerate.py"}')
-    (tmp_path / "runs" / "file").touch()
-    assert find_run("auto", tmp_path / "runs") == run
-    assert find_run("auto", tmp_path / "runs", program="train_sft_accelerate.py") == older.path
-    older.settings.write_text('{"started": 1000.5}')  # its record counts, not the time of its files
-    assert find_run("auto", tmp_path / "runs") == older.path
-    with pytest.raises(UsageError, match=r"no run in .* yet: start one with bash run_"):
+def test_auto_is_the_run_that_was_started_last_and_has_weights_or_a_checkpoint(tmp_path):
+    """The times of the files do not count. A report needs no weights."""
+    runs = tmp_path / "runs"
+    ended_early = make_run(runs / "no-weights", 4, saved="profile")
+    newest = make_run(runs / "newest", 3, saved="checkpoints/step-00000001")
+    tuned = make_run(runs / "tuned", 2, program="train_sft_accelerate.py")
+    make_run(runs / "older", 1)
+    (runs / "file").touch()
+    assert find_run("auto", runs) == newest
+    assert find_run("auto", runs, "train_sft_accelerate.py") == tuned
+    assert find_run("auto", runs, is_wanted=lambda run: run.metrics.exists()) == ended_early
+    with pytest.raises(UsageError, match=r"no run with results in .* yet: start one with bash run"):
         find_run("auto", tmp_path / "none")
 
 
-def test_the_data_of_a_run_is_found_from_its_weights_and_checkpoints(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_data_of_a_run_is_found_from_its_weights_and_checkpoints(tmp_path):
     data = tmp_path / "data"
-    (run / "settings.json").write_text(json.dumps({"arguments": {"data": str(data)}}))
+    run = make_run(tmp_path / "run", 1, arguments={"data": str(data)})
     named = [run, run / "weights", run / "checkpoints" / "step-00000001"]
     for path in named:
-        path.mkdir(parents=True, exist_ok=True)
         with pytest.raises(UsageError, match=f"training data of {path} was not found: pass --data"):
-            data_of(str(path))
+            data_of(path)
     data.mkdir()
-    assert {data_of(str(path)) for path in named} == {data_of(f"{run}@best")} == {str(data)}
-    (tmp_path / "out").mkdir()
-    run.parent.rename(tmp_path / "out" / "runs")
-    assert data_of("auto") == str(data)
+    assert {data_of(path) for path in named} == {str(data)}

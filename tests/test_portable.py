@@ -6,13 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_transformer import transformer
 
-from lm.formats.portable import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    load_portable,
-    load_weights,
-    save_portable,
-)
+from lm.formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_portable, save_portable
 from model import ConfigError, Transformer
 
 TOKENS = torch.arange(1, 9)[None]
@@ -77,8 +71,6 @@ def test_weights_that_do_not_fit_are_named(saved, change, message):
     save_file(weights, saved / WEIGHTS_FILE)
     with pytest.raises(ConfigError, match=f"^{saved}: .*{message}"):
         load_portable(saved)
-    with pytest.raises(ConfigError, match=f"^here: .*{message}"):
-        load_weights(transformer(), weights, "here")
 
 
 @pytest.mark.parametrize(

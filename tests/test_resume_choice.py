@@ -41,7 +41,6 @@ from lm.training.starting_point import (
 )
 from model import LMConfig
 
-NOW = 1.7e9
 SFT = "train_sft_accelerate.py"
 
 
@@ -60,17 +59,13 @@ def refused(out_dir: Path, **flags) -> str:
     return error_of(find, out_dir, **flags)
 
 
-def make_run(path: Path, *steps: int, age: float = 0, **state) -> Path:
-    """Make a run with empty metrics. Its checkpoints were written `age` seconds before NOW.
-
-    Args:
-        state: more entries of state.json, such as the identity of the run.
-    """
+def make_run(path: Path, *steps: int, **state) -> Path:
+    """Make a run with empty metrics and checkpoints of these steps. `state` are more entries of
+    state.json, such as the identity of the run."""
     path.mkdir(parents=True)
     (path / "metrics.jsonl").write_text("", encoding="utf-8")
     for step in steps:
         write_empty(RunFolder(path), step, **state)
-        os.utime(RunFolder(path).checkpoint(step), (NOW - age, NOW - age))
     return path
 
 
@@ -121,8 +116,10 @@ def test_a_run_of_another_program_is_refused(tmp_path):
 
 
 def test_auto_takes_the_newest_checkpoint_of_all_runs_or_of_the_named_run(tmp_path):
-    older = make_run(tmp_path / "older", 10, 9000, age=100)
+    older = make_run(tmp_path / "older", 10, 9000)
     newer = make_run(tmp_path / "newer", 9, 1000)
+    for started, run in enumerate((older, newer)):
+        RunFolder(run).settings.write_text(json.dumps({"started": started}))
     (newer / "checkpoints" / "step-00002000.partial-7").mkdir()
     assert find(tmp_path, resume="auto").checkpoint == RunFolder(newer).checkpoint(1000)
     start = find(tmp_path, resume="auto", run_name="older")
@@ -156,7 +153,7 @@ def test_auto_reports_damaged_checkpoints_skips_them_and_sets_them_aside(tmp_pat
     assert f"is damaged: the checksum of {OPTIMIZER} is wrong" in said
     start = find(tmp_path, run_name="run", resume="auto")
     assert (start.checkpoint, start.step) == (run.checkpoint(2), 2)
-    assert f"DAMAGED CHECKPOINT {run.checkpoint(3)}: " in capsys.readouterr().out
+    assert f"DAMAGED CHECKPOINT {run.checkpoint(3)}: " in capsys.readouterr().err
     (run.checkpoint(3) / "state.json").unlink()
     assert find(tmp_path, resume=str(run.path)).step == 2
     assert len(run.all_checkpoints()) == 3
@@ -167,7 +164,7 @@ def test_auto_reports_damaged_checkpoints_skips_them_and_sets_them_aside(tmp_pat
     assert len(list(run.path.glob("weights.aside-*"))) == 1
     for step in (1, 2):
         damage_file(run.path, step)
-    assert "auto: no undamaged checkpoint" in refused(tmp_path, run_name="run", resume="auto")
+    assert "no undamaged checkpoint: " in refused(tmp_path, run_name="run", resume="auto")
 
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)
@@ -344,7 +341,7 @@ def test_a_resumed_run_keeps_its_own_teacher(decided):
 def test_a_resumed_run_reads_the_weights_in_its_own_folder(tmp_path, monkeypatch):
     """--init_from may be gone. In a new run it is read."""
     run, read = RunFolder(make_run(tmp_path / "run", 1)), []
-    find_weights = SimpleNamespace(find=lambda name: read.append(name))
+    find_weights = SimpleNamespace(find=lambda name, *where: read.append(name))
     monkeypatch.setattr("lm.training.inputs.WeightsFolder", find_weights)
     args = TrainingArguments(out_dir=str(tmp_path), init_from="gone", data=str(tmp_path))
     resumed = dataclasses.replace(args, resume="auto")

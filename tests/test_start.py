@@ -241,7 +241,7 @@ def test_runs_of_one_second_have_their_own_folders_with_the_mode_of_umask(
         0o664
     }
     for run in runs[:2]:
-        os.utime(run / "metrics.jsonl", (2e9, 2e9))  # as `cp -r` does
+        os.utime(run, (2e9, 2e9))  # as `cp -r` does
     assert find_run("auto", tmp_path) == runs[2]
 
 

@@ -36,9 +36,8 @@ def save(run: Path, step: int, val_loss: float | None = None) -> None:
 @pytest.fixture
 def run(tmp_path, packed) -> Path:
     """An unfinished run with two checkpoints."""
-    run = tmp_path / "runs" / "mine"
+    run = tmp_path / "out" / "runs" / "mine"
     run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text("")
     shutil.copy(packed / "tokenizer.model", run)
     save(run, 10)
     save(run, 20)
@@ -84,18 +83,19 @@ def test_run_at_best_opens_the_checkpoint_of_the_lowest_validation_loss(run, mon
         save(run, step, val_loss=loss)
     assert seed_of(f"{run}@best") == 10
     assert seed_of(run) == 30
-    monkeypatch.setattr("lm.storage.find.find_run.__defaults__", (run.parent, None))
+    monkeypatch.chdir(run.parents[2])
     assert seed_of("auto@best") == 10
 
 
-def test_a_damaged_checkpoint_is_skipped_but_refused_when_named(run):
+def test_a_damaged_checkpoint_is_named_and_skipped_but_refused_when_asked_for(run, capsys):
     newest = run / "checkpoints" / "step-00000020"
     (newest / "weights.safetensors").write_bytes(b"cut")
     assert seed_of(run) == 10
+    assert f"DAMAGED CHECKPOINT {newest}: the checksum of weights" in capsys.readouterr().err
     with pytest.raises(UsageError, match=r"step-00000020 is damaged: the checksum of weights"):
         load_trained(str(newest))
     (run / "checkpoints" / "step-00000010" / "weights.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"every checkpoint of .* is damaged"):
+    with pytest.raises(UsageError, match=r"no undamaged checkpoint: .*10 is damaged"):
         load_trained(str(run))
 
 

@@ -138,8 +138,10 @@ def test_the_loss_scale_of_fp16_is_restored():
         zero.round_robin_bit16_groups = zero.round_robin_bit16_offsets = []
         accelerator = SimpleNamespace(mixed_precision="fp16", process_index=0)
         engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"zero_optimization": {"stage": 2}})
-        model = SimpleNamespace(optimizer=zero, module=torch.nn.Module())
-        return TrainingState(engine, model, None, None)
+        module = torch.nn.Module()
+        module.config = SimpleNamespace(tie_embeddings=False)
+        model = SimpleNamespace(optimizer=zero, module=module)
+        return TrainingState(engine, model, None, shapes=module)
 
     options = {"init_scale": 2.0**16, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1}
     options["consecutive_hysteresis"] = False
@@ -147,6 +149,5 @@ def test_the_loss_scale_of_fp16_is_restored():
     used.cur_scale, used.cur_iter, used.last_overflow_iter = 128.0, 70, 69
     saved = json.loads(json.dumps(state(used).scalars()))
     target = state(fresh)
-    target.model.config = SimpleNamespace(tie_embeddings=False)
     target.load({}, {}, saved, "checkpoint")
     assert (fresh.cur_scale, fresh.cur_iter, fresh.last_overflow_iter) == (128.0, 70, 69)

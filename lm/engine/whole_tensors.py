@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.engine.engine import Engine
-from lm.formats.portable import from_weights, load_weights, require_fit
+from lm.formats.portable import from_weights, require_fit
 from model import Transformer
 from model.config import ConfigError
 from model.lora import merged_weights
@@ -116,13 +116,13 @@ class TrainingState:
     def load_weights(self, weights: dict, source: str) -> None:
         """Restore fp32 weights, trained and frozen. The weights of adapters may be missing.
         Raises ConfigError if names or shapes do not fit the model."""
+        require_fit(self.shapes, weights, source)
         if self.engine.divides_model:  # the parameters of self.model are empty
-            require_fit(self.shapes, weights, source)
             for name, parameter in self._frozen():
                 with gathered(parameter, writes=True):
                     parameter.data.copy_(weights[name])
         else:
-            load_weights(self.model, weights, source)
+            self.model.load_state_dict(weights, strict=False)
         for name, _, inside, part in self._shards(moments=False, writes=True):
             if name in weights:
                 part.copy_(weights[name].view(-1)[inside])

@@ -56,7 +56,7 @@ def load_divided(config: dict, folder: WeightsFolder) -> Transformer:
     from lm.engine.engine import KEPT, skip_compiled_communication
 
     skip_compiled_communication()
-    weights = folder.checked_tensors()
+    weights = folder.tensors()
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = Transformer(folder.config())
     for name, parameter in model.named_parameters():

@@ -114,7 +114,7 @@ def from_weights(config: LMConfig, weights: Mapping[str, Tensor], source: str) -
     """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
     require_fit(without_memory(config), weights, source)  # a damaged config could fill memory
     model = Transformer(config)
-    load_weights(model, weights, source)
+    model.load_state_dict(weights, strict=False)  # the names of a tied matrix may be one or two
     return model.eval()
 
 
@@ -122,14 +122,6 @@ def without_memory(config: LMConfig) -> Transformer:
     """Build a model whose parameters have shapes but no values."""
     with torch.device("meta"):
         return Transformer(config)
-
-
-def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
-    """Copy weights into the model. Raises WeightsError if the weights do not fit."""
-    require_fit(model, weights, source)
-    for name, parameter in model.named_parameters():
-        if name in weights:
-            parameter.data.copy_(weights[name])
 
 
 def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:

@@ -16,6 +16,7 @@ If a run has adapters, its initial weights are in its folder base/. No file cont
 """
 
 import hashlib
+import sys
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -51,13 +52,10 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
 
 def write_base(run: RunFolder, config: LMConfig, weights: dict, tokenizer: Path) -> None:
     """Write the initial weights of a run with adapters, and the tokenizer, into base/."""
-    try:
-        with whole_folder(run.base) as folder:
-            portable.save_portable(folder, config, weights)
-            _write_manifest(folder)
-            copy_tokenizer(tokenizer, folder)
-    except OSError as error:
-        raise UsageError(f"{run.base} cannot be written: {error.strerror}") from error
+    with whole_folder(run.base) as folder:
+        portable.save_portable(folder, config, weights)
+        _write_manifest(folder)
+        copy_tokenizer(tokenizer, folder)
 
 
 def _write_manifest(folder: Path) -> int:
@@ -97,15 +95,22 @@ def _compare(folder: Path, names: set[str]) -> None:
             raise WeightsError(f"the checksum of {name} is wrong")
 
 
-def newest_undamaged(checkpoints: list[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """Return the last undamaged checkpoint or None, and the damage of each later checkpoint."""
-    problems = {}
-    for checkpoint in reversed(checkpoints):
-        problem = damage(checkpoint)
+def checkpoints_at(path: Path) -> list[Path]:
+    """Return the checkpoints of the run `path`, or `path` itself if it is a checkpoint."""
+    return [path] if (path / STATE).exists() else RunFolder(path).all_checkpoints()
+
+
+def newest_undamaged(checkpoints: list[Path]) -> Path | None:
+    """Return the last undamaged checkpoint, or None if there are no checkpoints; print the damage
+    of later checkpoints to stderr. Raises UsageError if all are damaged."""
+    for path in reversed(checkpoints):
+        problem = damage(path)
         if problem is None:
-            return checkpoint, problems
-        problems[checkpoint] = problem
-    return None, problems
+            return path
+        print(f"DAMAGED CHECKPOINT {path}: {problem}", file=sys.stderr, flush=True)
+    if checkpoints:
+        raise UsageError(f"no undamaged checkpoint: {path} is damaged: {problem}")
+    return None
 
 
 def best(checkpoints: Iterable[Path]) -> Path | None:

@@ -12,18 +12,16 @@ DISTILLATION = "train_distillation_accelerate.py"
 BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation loss
 
 
-def newest_first(paths: Iterable[Path], program: str | None, path_in: Callable) -> list[RunFolder]:
-    """Return the runs of `program` (None: of all programs) among `paths`, the newest first.
-    The newest run was started or resumed last, as its settings say: copying a run changes the times
-    of its files. If they do not say it (older runs), the time of the file or folder `path_in(run)`
-    counts. Runs without this path are left out."""
+def newest(paths: Iterable[Path], program: str | None, is_wanted: Callable) -> RunFolder | None:
+    """Return the run that was started or resumed last, as its settings say: copying a run changes
+    the times of its files. Only runs of `program` (None: of all programs) with a true
+    `is_wanted(run)` count. Return None if there is none."""
     times = {}
     for run in map(RunFolder, paths):
-        path = path_in(run)
-        if path and path.exists() and program in (None, program_of(run)):
-            written = path.stat().st_mtime
-            times[run] = read_settings(run.settings).get("started", written), written
-    return sorted(times, key=times.get, reverse=True)
+        if is_wanted(run) and program in (None, program_of(run)):
+            changed = run.path.stat().st_mtime  # for runs older than the setting "started"
+            times[run] = read_settings(run.settings).get("started", changed)
+    return max(times, key=times.get, default=None)
 
 
 def program_of(run: RunFolder) -> str:
@@ -31,42 +29,35 @@ def program_of(run: RunFolder) -> str:
     return read_settings(run.settings).get("program", PRETRAINING)
 
 
-def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
-    """Return the run `name` of `program` in the folder `out`; without a name, the newest run of
-    `program` in `out` that has a checkpoint. Return None if no such run has a checkpoint."""
-    paths = [out / name] if name else out.glob("*")
-    runs = newest_first(paths, program, lambda run: max(run.all_checkpoints(), default=None))
-    return runs[0] if runs else None
-
-
-def data_of(name: str) -> str:
-    """Return the data folder of a run. `name` is the run, RUN@best, a checkpoint or weights of
-    the run, or 'auto' (newest pretraining run). Raises UsageError if run or data is not found."""
-    path = Path(name).resolve()
-    if not path.exists():
-        path = find_run(name.removesuffix(BEST), program=PRETRAINING).resolve()
+def data_of(path: Path) -> str:
+    """Return the data folder of a run. `path` is the run, or a checkpoint or weights in the run.
+    Raises UsageError if the data is not found."""
+    path = path.resolve()
     for folder in (path, *path.parents[:2]):
         data = read_settings(RunFolder(folder).settings).get("arguments", {}).get("data")
         if data and Path(data).exists():
             return data
-    raise UsageError(f"the training data of {name} was not found: pass --data FOLDER")
+    raise UsageError(f"the training data of {path} was not found: pass --data FOLDER")
 
 
-def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
-    """Return the folder `name`; 'auto' is the newest run of `program` (None: of any program).
+def has_weights(run: RunFolder) -> bool:
+    """Return True for a run with final weights or a checkpoint."""
+    return run.weights.is_dir() or bool(run.all_checkpoints())
+
+
+def find_run(
+    name: str, runs: Path = RUNS, program: str | None = None, is_wanted: Callable = has_weights
+) -> Path:
+    """Return the folder `name`; 'auto' is the `newest` run in the folder `runs`.
     Raises UsageError if there is no such folder."""
-    folder = Path(name_of(name, runs, program))
+    folder = Path(name)
+    if name == "auto":
+        found = newest(runs.glob("*"), program, is_wanted)
+        if found is None:
+            what = f"run of {program}" if program else "run"
+            nothing = f"no {what} with results in {runs.absolute()} yet"
+            raise UsageError(f"{nothing}: start one with bash run_accelerate.sh")
+        folder = found.path
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
     return folder
-
-
-def name_of(name: str, runs: Path, program: str | None) -> str:
-    """Return `name`; in 'auto' and 'auto@best', replace 'auto' by the newest run of `program`
-    (None: of any program) that has logged. Raises UsageError if there is no such run."""
-    if name.removesuffix(BEST) != "auto":
-        return name
-    if found := newest_first(runs.glob("*"), program, lambda run: run.metrics):
-        return name.replace("auto", str(found[0].path))
-    what = f"run of {program}" if program else "run"
-    raise UsageError(f"no {what} in {runs.absolute()} yet: start one with bash run_accelerate.sh")

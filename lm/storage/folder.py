@@ -75,8 +75,7 @@ def claim_new(run: RunFolder) -> RunFolder:
     numbered = (run.path.with_name(f"{run.path.name}-{n}") for n in count(2))
     for path in chain([run.path], numbered):
         with suppress(OSError):  # `lock` gives the reason
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
+            path.mkdir(parents=True)
             break
         if not path.is_dir():
             break

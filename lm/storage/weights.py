@@ -16,7 +16,7 @@ from lm.formats import portable
 from lm.formats.config_json import read_config_json
 from lm.formats.hugging_face import read_hugging_face
 from lm.storage import checkpoint
-from lm.storage.find import BEST, find_run
+from lm.storage.find import BEST, RUNS, find_run
 from lm.storage.folder import RunFolder
 from model import LMConfig, Transformer
 from model.lora import merged_weights
@@ -50,16 +50,19 @@ class WeightsFolder:
     is_foreign: bool = False  # `path` is a Hugging Face folder
 
     @classmethod
-    def find(cls, name: str, foreign: bool = False) -> "WeightsFolder":
+    def find(
+        cls, name: str, runs: Path = RUNS, program: str | None = None, foreign: bool = False
+    ) -> "WeightsFolder":
         """Find the weights of a finished run, or an unfinished run's newest undamaged checkpoint.
 
         Args:
             name: a run, RUN@best, a checkpoint, a folder of weights, or 'auto'.
+            runs, program: 'auto' is the newest run of this program (None: of any) in this folder.
             foreign: accept a Hugging Face folder.
         Raises UsageError if there are no weights, if the named checkpoint or all checkpoints are
         damaged, or if `name` is a Hugging Face folder and `foreign` is False."""
         at_best = name.endswith(BEST) and not Path(name).exists()
-        path = find_run(name.removesuffix(BEST) if at_best else name)
+        path = find_run(name.removesuffix(BEST) if at_best else name, runs, program)
         if at_best:
             path = checkpoint.best(RunFolder(path).all_checkpoints())
             if path is None:
@@ -72,22 +75,28 @@ class WeightsFolder:
             if is_foreign and not foreign:
                 raise UsageError(f"import {path}: python -m scripts.import_weights {path} OUT")
             return cls(path, tokenizer_in(path), is_foreign)
-        path = find_checkpoint(path)
-        run = checkpoint.run_of(path)
-        return cls(path, run.tokenizer if run.tokenizer.exists() else tokenizer_in(run.weights))
+        newest = checkpoint.newest_undamaged(checkpoint.checkpoints_at(path))
+        if newest is None:
+            raise UsageError(f"{path} contains neither {portable.WEIGHTS_FILE} nor checkpoints")
+        run = checkpoint.run_of(newest)
+        return cls(newest, run.tokenizer if run.tokenizer.exists() else tokenizer_in(run.weights))
 
     @property
     def is_checkpoint(self) -> bool:
         return (self.path / checkpoint.STATE).exists()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights, with adapters merged. Raises ConfigError if they are damaged."""
+        """Return the weights, with adapters merged. Raises ConfigError if they are damaged or do
+        not fit the model."""
         if self.is_foreign:
-            return read_hugging_face(self.path)
-        if self.is_checkpoint:
+            weights = read_hugging_face(self.path)
+        elif self.is_checkpoint:
             weights = checkpoint.saved_weights(self.path)
-            return merged_weights(weights, checkpoint.saved_lora(self.path))
-        return portable.load_tensors(self.path / portable.WEIGHTS_FILE)
+            weights = merged_weights(weights, checkpoint.saved_lora(self.path))
+        else:
+            weights = portable.load_tensors(self.path / portable.WEIGHTS_FILE)
+        portable.require_fit(portable.without_memory(self.config()), weights, str(self.path))
+        return weights
 
     def config(self) -> LMConfig:
         """Return the shape of the model. Raises ConfigError if its file is damaged or invalid."""
@@ -97,12 +106,6 @@ class WeightsFolder:
             state = checkpoint.read_state(self.path)
             return portable.build_config(state["model"], self.path / checkpoint.STATE)
         return portable.load_config(self.path)
-
-    def checked_tensors(self) -> Mapping[str, Tensor]:
-        """Return `tensors()`. Raises ConfigError if they are damaged or do not fit the model."""
-        weights = self.tensors()
-        portable.require_fit(portable.without_memory(self.config()), weights, str(self.path))
-        return weights
 
     def sha256(self) -> str:
         """Return a hash of the shape and the weights (fp32, adapters merged), not of the files.
@@ -119,7 +122,7 @@ class WeightsFolder:
 def _sha256(folder: WeightsFolder, files: tuple) -> str:
     """Return the hash of a folder's weights. `files` (names, inodes, sizes, times) changes when a
     file does, so that the cache misses."""
-    weights = folder.checked_tensors()
+    weights = folder.tensors()
     digest = hashlib.sha256(json.dumps(folder.config().shape(), sort_keys=True).encode())
     for name in sorted(weights):
         digest.update(name.encode())
@@ -142,18 +145,3 @@ def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     if pieces > size:
         raise UsageError(f"{folder.tokenizer} has {pieces} pieces, the model has only {size}")
     return trained
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, else the newest undamaged checkpoint of the run `path`.
-    Raises UsageError if the checkpoint or all checkpoints are damaged, or if there is none."""
-    if (path / checkpoint.STATE).exists():
-        if problem := checkpoint.damage(path):
-            raise UsageError(f"checkpoint {path} is damaged: {problem}")
-        return path
-    newest, problems = checkpoint.newest_undamaged(RunFolder(path).all_checkpoints())
-    if newest:
-        return newest
-    if problems:
-        raise UsageError(f"every checkpoint of {path} is damaged: {', '.join(problems.values())}")
-    raise UsageError(f"{path} contains neither {portable.WEIGHTS_FILE} nor checkpoints")

@@ -11,6 +11,7 @@ logits are divided into chunks; backward computes each chunk again.
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from lm.engine.deepspeed_config import read_config
 from lm.engine.engine import Engine
 from lm.engine.zero_inference import inference_config, load_divided
 from lm.formats.portable import without_memory
+from lm.storage.find import PRETRAINING
 from lm.storage.weights import WeightsFolder
 from lm.training.arguments import TrainingArguments
 from model import LMConfig, Transformer
@@ -60,7 +62,8 @@ class TeacherWeights:
     def find(cls, args: TrainingArguments) -> "TeacherWeights":
         """Return the teacher that --teacher names. Raises UsageError or ConfigError if it has no
         weights, or if --teacher_config is not for ZeRO-3."""
-        source = WeightsFolder.find(args.teacher, foreign=True)
+        runs = Path(args.out_dir)
+        source = WeightsFolder.find(args.teacher, runs, PRETRAINING, foreign=True)
         zero = None
         if path := args.teacher_config:
             config = read_config(path)

@@ -16,7 +16,7 @@ from lm.data.shards import CONVERSATIONS
 from lm.engine.agreement import on_every_process, on_main_process, require_the_same
 from lm.engine.engine import Engine
 from lm.engine.memory import Workload
-from lm.storage.find import PRETRAINING, name_of
+from lm.storage.find import PRETRAINING
 from lm.storage.weights import WeightsFolder
 from lm.training.arguments import TrainingArguments
 from lm.training.distillation import TeacherWeights, require_same_tokenizer
@@ -156,12 +156,11 @@ def choose_sources(args: TrainingArguments, model_settings: dict, claims: bool) 
     out, initial = Path(args.out_dir), args.init_from
     if start.checkpoint and initial:  # weights in the run folder: --init_from may be gone
         initial = str(start.folder.base if start.folder.base.exists() else start.checkpoint)
-    source = initial and WeightsFolder.find(name_of(initial, out, PRETRAINING))
+    source = initial and WeightsFolder.find(initial, out, PRETRAINING)
     settings = source_settings(source, model_settings)
     teacher = None
     if args.teacher:
-        name = name_of(args.teacher, out, PRETRAINING)
-        teacher = TeacherWeights.find(replace(args, teacher=name))
+        teacher = TeacherWeights.find(args)
         settings = {"max_seq_len": teacher.training_length} | settings
     return start, source, teacher, settings, prepared_data(args, start, source, teacher)
 

@@ -42,7 +42,7 @@ def prepared_data(
     elif getattr(args, "conversations", "builtin") != "builtin" and not start.checkpoint:
         raise UsageError("--data is prepared data, --conversations is data to prepare: give one")
     elif args.data is None:
-        return data_of(str(teacher.source.path))
+        return data_of(teacher.source.path)
     elif args.data == TrainingArguments.data and not Path(args.data).exists():
         folder, flags = args.data, ["--data", "builtin"]
     else:

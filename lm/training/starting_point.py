@@ -17,8 +17,8 @@ from lm.data.shards import CONVERSATIONS
 from lm.data.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from lm.engine.engine import Engine
 from lm.engine.hardware import processes_here
-from lm.storage.checkpoint import STATE, newest_undamaged, read_state, run_of
-from lm.storage.find import program_of, run_to_resume
+from lm.storage.checkpoint import checkpoints_at, newest_undamaged, read_state, run_of
+from lm.storage.find import newest, program_of
 from lm.storage.folder import RunFolder, claim, step_of
 from lm.training.arguments import TrainingArguments
 from model import LMConfig
@@ -45,14 +45,8 @@ def find_starting_point(args: TrainingArguments, claims: bool = False) -> Starti
     With `claims`, lock an existing folder first: a run that is ending may save another checkpoint.
     Raises UsageError as `find_folder` does, and if all checkpoints are damaged."""
     run, checkpoints = find_folder(args, claims)
-    newest, problems = newest_undamaged(checkpoints)
-    for path, problem in problems.items():
-        print(f"DAMAGED CHECKPOINT {path}: {problem}")
-    if newest:
+    if newest := newest_undamaged(checkpoints):
         return StartingPoint(run, newest, read_state(newest))
-    if problems:
-        reason = f"no undamaged checkpoint, {path} is damaged: {problem}"
-        raise UsageError(f"--resume {args.resume}: {reason}")
     if args.resume:
         searched = Path(args.out_dir, args.run_name or "")
         print(f"--resume auto: no checkpoint in {searched}, a new run starts")
@@ -66,10 +60,11 @@ def find_folder(args: TrainingArguments, claims: bool = False) -> tuple[RunFolde
     run = new = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     named = None if args.resume in (None, "auto") else Path(args.resume).resolve()
     if args.resume == "auto":
-        run = run_to_resume(out, args.program, args.run_name) or run
+        runs = [run.path] if args.run_name else out.glob("*")
+        run = newest(runs, args.program, RunFolder.all_checkpoints) or run
     elif named:
-        saved = RunFolder(named).all_checkpoints() or [named]
-        if not any((path / STATE).is_file() for path in saved):
+        saved = checkpoints_at(named)
+        if not saved:
             reason = "neither a run with checkpoints nor a checkpoint"
             raise UsageError(f"--resume {args.resume}: {reason}")
         run = run_of(saved[-1])
@@ -85,7 +80,7 @@ def find_folder(args: TrainingArguments, claims: bool = False) -> tuple[RunFolde
     if run.metrics.exists() and not args.resume:
         raise UsageError(f"{run.path} holds a run: pass --resume auto, or another --run_name")
     if named:
-        return run, RunFolder(named).all_checkpoints() or [named]
+        return run, checkpoints_at(named)
     return run, run.all_checkpoints() if args.resume else []
 
 
