@@ -123,7 +123,7 @@ def test_charts_are_drawn_in_any_surroundings(tmp_path, surroundings):
         "    del os.environ['HOME']\n"
         "    pwd.getpwuid = {}.__getitem__\n"
         "from lm.report.drawing import Chart, Curve, draw, plot\n"
-        "chart = Chart('loss', '', '', curves=[Curve('a', [(1, 2.0)], 0, None)])\n"
+        "chart = Chart('loss', '', '', curves=[Curve('a', [(1, 2.0)], None)])\n"
         "plot(chart).savefig('loss.png')\n"
         "assert '</svg>' in draw(chart)\n"
     )

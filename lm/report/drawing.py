@@ -1,14 +1,11 @@
 """Draw charts of losses and other numbers over steps, with matplotlib."""
 
-import importlib
 import io
 import os
 import re
-import sys
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
-from pathlib import Path
+from itertools import cycle
 from types import ModuleType
 
 import numpy as np
@@ -24,7 +21,6 @@ class Curve:
 
     label: str  # name in the legend
     points: list[tuple[float, float | None]]  # (step, value); None is a gap in the line
-    color: int  # index into COLORS
     tokens_per_step: float | None  # tokens per optimizer step of the run; None: unknown
 
     @property
@@ -41,42 +37,42 @@ class Chart:
     unit: str  # shown next to the title
     key: str  # name of the number in metrics.jsonl
     from_zero: bool = True  # start the vertical axis at 0
-    curves: list[Curve] = field(default_factory=list)  # of one or several runs
     size: tuple[float, float] = (5.5, 2.3)  # width and height in inches; the page scales them
+    curves: tuple[Curve, ...] = ()  # in the order of the colors
+
+    def lines(self) -> list[tuple[str, Curve]]:
+        """Return (color, curve) of each curve that has values."""
+        colored = zip(cycle(COLORS), self.curves, strict=False)
+        return [(color, curve) for color, curve in colored if curve.values]
 
 
-def matplotlib() -> ModuleType:
-    """Import matplotlib, which takes most of a second. Its import fails if MPLBACKEND, which a
-    notebook sets, names a missing package, or if the user has no home. Files need neither."""
-    if "matplotlib" not in sys.modules:
-        on_screen = os.environ.pop("MPLBACKEND", None)
-        try:
-            Path.home()
-        except RuntimeError:
-            os.environ["HOME"] = "/"  # where it cannot write, it makes a temporary folder
-        module = importlib.import_module("matplotlib")
-        with suppress(ValueError):
-            if on_screen:  # for figures of this notebook that are not ours
-                module.rcParams["backend"] = on_screen
-    importlib.import_module("matplotlib.figure")
-    return sys.modules["matplotlib"]
+def load_matplotlib() -> ModuleType:
+    """Import matplotlib, which takes most of a second. Its import fails if MPLBACKEND is a wrong
+    name, or if the user has no home. Files need neither."""
+    if not os.environ.get("MPLBACKEND", "").startswith("module://"):  # the import accepts a module
+        os.environ.pop("MPLBACKEND", None)
+    if os.path.expanduser("~") == "~":
+        os.environ["HOME"] = "/"  # where it cannot write, it makes a temporary folder
+    import matplotlib.figure
+
+    return matplotlib
 
 
 def plot(chart: Chart):
     """Return a Figure over steps; over tokens if the runs' tokens per step are known and differ."""
-    figure = matplotlib().figure.Figure(chart.size, layout="constrained")
+    figure = load_matplotlib().figure.Figure(chart.size, layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right", "left"]].set_visible(False)
-    sizes = {curve.tokens_per_step for curve in chart.curves}
+    sizes = {curve.tokens_per_step for _, curve in chart.lines()}
     over_tokens = len(sizes) > 1 and None not in sizes
-    for curve in chart.curves:
+    for color, curve in chart.lines():
         x, values = np.array(curve.points, float).T  # a gap becomes NaN
         if over_tokens:
             x = x * curve.tokens_per_step
         axes.plot(
             x,
             values,
-            color=COLORS[curve.color % len(COLORS)],
+            color=color,
             label=f"{curve.label} {show(curve.values[-1])}",
             marker="o" if len(values) <= DOTS_UP_TO else None,
             markersize=3.5,
@@ -98,16 +94,16 @@ def plot(chart: Chart):
 def draw(chart: Chart) -> str:
     """Return the chart as an HTML <figure> with an SVG picture."""
     out = io.StringIO()
-    with matplotlib().rc_context(STYLE):
+    with load_matplotlib().rc_context(STYLE):
         plot(chart).savefig(out, format="svg", transparent=True, metadata={"Date": None})
     drawn = out.getvalue().partition("<defs")[2]
     drawn = re.sub(r'<g id="[^"]*">', "<g>", drawn)  # ids must be unique on the page
     drawn = re.sub(r"(\.\d)\d+(?=[ \n\")])", r"\1", drawn)  # coordinates to a tenth of a point
     box = f"0 0 {72 * chart.size[0]:g} {72 * chart.size[1]:g}"  # 72 points per inch
     legend = "".join(
-        f'<li style="--color: {COLORS[curve.color % len(COLORS)]}">'
-        f"<span>{escape(curve.label)}</span> <b>{show(curve.values[-1])}</b></li>"
-        for curve in chart.curves
+        f'<li style="--color: {color}"><span>{escape(curve.label)}</span> '
+        f"<b>{show(curve.values[-1])}</b></li>"
+        for color, curve in chart.lines()
     )
     return (
         f"<figure><figcaption><h2>{escape(chart.title)}</h2> <small>{escape(chart.unit)}</small>"

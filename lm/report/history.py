@@ -1,7 +1,6 @@
 """Read the metrics and samples of a run, which may be in progress."""
 
 import json
-import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,11 @@ from lm.storage.folder import RunFolder, read_settings
 
 @dataclass
 class History:
-    """The rows that a run has logged. Each list has at most one row per step, in order."""
+    """The rows that a run has logged, in the order of the steps."""
 
     folder: RunFolder
     settings: dict  # empty if there is no readable settings.json
-    train: list[dict]  # rows of metrics.jsonl with a training loss
+    train: list[dict]  # rows of metrics.jsonl with "loss"
     validation: list[dict]  # rows of metrics.jsonl with "val_loss"
     samples: list[dict]  # rows of samples.jsonl
 
@@ -43,36 +42,19 @@ def read_history(path: Path) -> History:
     folder = RunFolder(path)
     if not folder.metrics.exists():
         raise UsageError(f"{path} has no {folder.metrics.name}: it is not the folder of a run")
-    train, validation = {}, {}  # step → its last row
-    for row in read_rows(folder.metrics):
-        if "val_loss" in row:
-            validation[row["step"]] = row
-        elif "forward_seconds" not in row:  # only the profiler's rows have this key
-            train[row["step"]] = row
+    rows = read_rows(folder.metrics)
+    train, validation = ([row for row in rows if key in row] for key in ("loss", "val_loss"))
     if not (train or validation):
         raise UsageError(f"{folder.metrics}: the run has not logged a step yet")
-    samples = {row["step"]: row for row in read_rows(folder.samples) if "text" in row}
-    in_order = ([rows[step] for step in sorted(rows)] for rows in (train, validation, samples))
-    return History(folder, read_settings(folder.settings), *in_order)
+    return History(
+        folder, read_settings(folder.settings), train, validation, read_rows(folder.samples)
+    )
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Return the JSON lines of a file that have a step; return [] if there is no file."""
+    """Return the JSON lines of a file; return [] if there is no file."""
     rows = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
-        with suppress(ValueError, KeyError, TypeError):  # a killed run leaves half a line
-            row = json.loads(line)
-            if number(row["step"]) is not None:
-                rows.append(row)
+        with suppress(ValueError):  # a killed run leaves half a line
+            rows.append(json.loads(line))
     return rows
-
-
-def number(value) -> float | None:
-    """Return the value if it is a finite number, else None."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
-
-
-def series(rows: list[dict], key: str) -> list[tuple[float, float | None]]:
-    """Return (step, value) of the rows that have the key. A value that is not finite is None."""
-    return [(row["step"], number(row[key])) for row in rows if key in row]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from html import escape
-from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +18,13 @@ import numpy as np
 from lm.common.errors import one_line
 from lm.data.order import spread
 from lm.report.drawing import Chart, Curve, draw, plot
-from lm.report.history import History, number, read_history, series
+from lm.report.history import History, read_history
 
 TEMPLATE = Path(__file__).with_name("template.html")
 SAMPLES = 10  # maximum of samples from training per run; the finished model adds one
-LARGE = (11.4, 3.4)  # width and height of the first chart in inches
 
-LOSS = Chart("Training loss", "nats per token", "loss", from_zero=False)
-VAL_LOSS = replace(LOSS, title="Validation loss", key="val_loss")
+LOSS = Chart("Training loss", "nats per token", "loss", from_zero=False, size=(11.4, 3.4))
+VAL_LOSS = Chart("Validation loss", LOSS.unit, "val_loss", from_zero=False)
 OTHERS = (
     Chart("Hard loss", "against the data, nats per token", "hard_loss", from_zero=False),
     Chart("Soft loss", "against the teacher, nats per token", "soft_loss"),
@@ -82,51 +80,48 @@ def by_name(runs: list[Path]) -> dict[str, History]:
 
 
 def charts(runs: dict[str, History]) -> list[Chart]:
-    """Return the charts that have numbers. The first chart is larger than the others."""
-    others = [replace(chart, curves=_curves(chart, runs)) for chart in OTHERS]
-    known = [chart for chart in losses(runs) + others if chart.curves]
-    return [replace(chart, size=LARGE) for chart in known[:1]] + known[1:]
+    """Return the charts that have numbers. The CSS makes the first chart as wide as the page."""
+    found = [*losses(runs), *(with_curves(chart, runs) for chart in OTHERS)]
+    return [chart for chart in found if chart.lines()]
 
 
 def losses(runs: dict[str, History]) -> list[Chart]:
     """Return one chart of training and validation loss; for several runs, a chart of each loss."""
-    train, validation = _curves(LOSS, runs), _curves(VAL_LOSS, runs)
     if len(runs) > 1:
-        return [replace(LOSS, curves=train), replace(VAL_LOSS, curves=validation)]
+        return [with_curves(LOSS, runs), with_curves(VAL_LOSS, runs)]
     (run,) = runs.values()
-    curves = [replace(curve, label=f"training{run.training_loss_is}") for curve in train]
-    curves += [replace(curve, label="validation", color=1) for curve in validation]
+    train, validation = {"training": run}, {"validation": run}
+    curves = with_curves(LOSS, train).curves + with_curves(VAL_LOSS, validation).curves
     return [replace(LOSS, title="Loss", curves=curves)]
 
 
-def _curves(chart: Chart, runs: dict[str, History]) -> list[Curve]:
-    """Return a curve for each run that has values for this chart."""
+def with_curves(chart: Chart, runs: dict[str, History]) -> Chart:
+    """Return the chart with a curve for each run, which may have no values."""
     curves = []
-    for color, (name, run) in enumerate(runs.items()):
-        label = name if len(runs) > 1 else chart.title
-        label += run.training_loss_is if chart.key == LOSS.key else ""
-        points = series(run.train + run.validation, chart.key)
-        curves.append(Curve(label, points, color, run.tokens_per_step))
-    return [curve for curve in curves if curve.values]
+    for name, run in runs.items():
+        label = name + (run.training_loss_is if chart.key == LOSS.key else "")
+        rows = [row for row in run.train + run.validation if chart.key in row]
+        points = [(row["step"], row[chart.key]) for row in rows]
+        curves.append(Curve(label, points, run.tokens_per_step))
+    return replace(chart, curves=tuple(curves))
 
 
 def final_numbers(run: History) -> dict[str, str]:
     """Return the summary of a run as name → text. Unknown numbers are left out."""
 
     def text(value, form: str) -> str | None:
-        return None if number(value) is None else format(value, form)
+        return None if value is None else format(value, form)
 
-    def median(key: str) -> float:
-        values = [value for _, value in series(run.train, key) if value is not None]
-        return statistics.median(values or [nan])
+    def median(key: str) -> float | None:
+        values = [row[key] for row in run.train if row.get(key) is not None]
+        return statistics.median(values) if values else None
 
-    last = run.train[-1] if run.train else {}
-    validation = run.validation[-1] if run.validation else {}
-    losses = [(loss, step) for step, loss in series(run.validation, "val_loss") if loss is not None]
-    best_loss, best_step = min(losses, default=(None, None))
+    last, validation = (rows[-1] if rows else {} for rows in (run.train, run.validation))
+    losses = [(row["val_loss"], row["step"]) for row in run.validation]
+    best = min((each for each in losses if each[0] is not None), default=None)
     # "step_seconds" is a mean since the previous row. It may leave out a resumed run's first step.
     n_steps = np.diff([0, *(row["step"] for row in run.train)])
-    seconds = [number(row.get("step_seconds")) or 0.0 for row in run.train]
+    seconds = [row.get("step_seconds") or 0.0 for row in run.train]
     numbers = {
         "state": "finished" if run.folder.weights.exists() else "not finished",
         "steps": f"{max(last.get('step', 0), validation.get('step', 0)):,}",
@@ -135,7 +130,7 @@ def final_numbers(run: History) -> dict[str, str]:
         "training time": str(timedelta(seconds=round(n_steps @ seconds))),
         "training loss": text(last.get("loss"), ".4f"),
         "validation loss": text(validation.get("val_loss"), ".4f"),
-        "best validation loss": losses and f"{best_loss:.4f} at step {best_step:,}",
+        "best validation loss": best and f"{best[0]:.4f} at step {best[1]:,}",
         "agreement with the teacher": text(last.get("agreement"), ".1%"),
         "perplexity": text(validation.get("val_perplexity"), ".4g"),
         "bits per byte": text(validation.get("val_bits_per_byte"), ".4f"),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -16,7 +17,7 @@ from torch import Tensor
 from lm.common.atomic import write_whole
 from lm.common.errors import UsageError, one_line, reported
 from lm.engine.hardware import device_name, peak_flops, peak_memory_bytes
-from lm.report.history import number, read_rows
+from lm.report.history import read_rows
 from lm.training.inputs import Inputs
 from lm.training.loss_meter import LossMeter
 from model.experts import ROUTING
@@ -177,7 +178,8 @@ class TrainingLog:
         """Add a row to metrics.jsonl and to the trackers. A full disk does not stop training."""
         if self._file is None:
             return
-        values = {name: number(value) for name, value in values.items()}
+        # Other programs reject NaN in JSON.
+        values = {k: v if v is not None and isfinite(v) else None for k, v in values.items()}
         self._unwritten += json.dumps(values).encode() + b"\n"
         step = values.pop("step")
         names = {name: f"{section}/{name.removeprefix('val_')}" for name in values}
