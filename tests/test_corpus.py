@@ -32,7 +32,7 @@ DOCUMENTS = ["one", '第二\n句, with "quotes"', "", "😀\r\nthree", "last"]
 
 
 def records(source, column: str = "text") -> list[Record]:
-    return list(read_records(find_files(str(source)), column))
+    return list(read_records(find_files(str(source)), (column,)))
 
 
 def texts(source, column: str = "text") -> list[str]:
@@ -102,7 +102,7 @@ def test_json_is_an_array_or_objects_under_each_suffix(tmp_path, monkeypatch, co
 
 
 BAD_ARRAYS = {
-    "an element that is no object": (b'[{"text": "a"}, 3]', "2: not JSON with one object"),
+    "an element that is no object": (b'[{"text": "a"}, 3]', "2: not JSON of one object"),
     "invalid UTF-8": (b'[{"text": "a"}, {"text": "\xff"}]', ", element 2: not valid UTF-8"),
     "cut off": (b'[{"text": "a"}, {"text": "b', ", element 2: not a whole JSON object"),
     "not closed": (b'[{"text": "a"},', ", element 2: not a whole JSON object"),
@@ -223,15 +223,15 @@ def test_a_missing_column_is_an_error_that_lists_the_columns(tmp_path):
 
 BAD = {
     "not JSON": (b"{text: 1}", "not JSON"),
-    "an object over many lines": (b"{\n", "one object per line (Expecting"),
-    "an array on one line": (b'[{"text": "a"}]', "one object per line (this line is a list)"),
+    "an object over many lines": (b"{\n", "not JSON of one object (Expecting"),
+    "an array on one line": (b'[{"text": "a"}]', "of one object (this is a list)"),
     "deep nesting": (b"[" * 100_000, "not JSON"),
     "an enormous number": (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON"),
     "no text": (b'{"content": "a"}', "no column 'text' (--text_column); it has 'content'"),
     "text is null": (b'{"text": null}', '"text" must be a valid string, not None'),
     "invalid UTF-8": (b'{"text": "a\xff"}', "not valid UTF-8"),
     "lone surrogate": (b'{"text": "a\\ud800b"}', "must be a valid string, not 'a\\ud800b'"),
-    "null": ({"text": ["good", None, "good"]}, "has no text"),
+    "null": ({"text": ["good", None, "good"]}, '"text" must be a valid string, not None'),
     "invalid UTF-8 in a table": ({"text": [b"good", b"x\xff", b"good"]}, "not valid UTF-8"),
     "too few fields": ([["id", "text"], [1, "good"], [2], [3, "good"]], "1 fields under 2"),
     "more fields than columns": (
@@ -257,10 +257,9 @@ def test_a_bad_document_is_reported_with_its_place_and_the_others_are_read(tmp_p
 def test_bytes_that_are_not_utf8_are_reported_with_their_position(tmp_path):
     sections = b"\xef\xbb\xbf" + b"0123456\n" * (2 * SECTION_BYTES // 8)
     path = write(tmp_path / "a.txt", sections + "春眠".encode("gb18030"))
-    last = records(path)[-1].position
+    valid = len(records(path)[-1].raw) - 4
     said = one_line(path)
-    assert f"{path}, byte {last}: not valid UTF-8" in said
-    assert f"(after {len(sections) - last} valid bytes)" in said
+    assert f", byte {len(sections) - valid}: not valid UTF-8 (after {valid} valid bytes)" in said
     assert "iconv -t utf-8 -f gb18030" in said
 
 
@@ -269,12 +268,17 @@ def test_positions_are_row_numbers_in_parquet_and_line_numbers_in_csv(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": documents}), path, row_group_size=100)
     assert texts(path) == documents
-    assert [record.position for record in records(path)] == list(range(1, len(documents) + 1))
+    rows = range(1, len(documents) + 1)
+    assert [record.place for record in records(path)] == [f"{path}, row {n}" for n in rows]
+
+    def located(path: Path) -> list[tuple[str, str]]:
+        return [(r.place.removeprefix(f"{path}, "), parse(r)) for r in records(path)]
+
     path = write(tmp_path / "b.csv", f'{BOM}text,id\r\n"one\n\nmore",1\r\n\r\ntwo,2\r\n'.encode())
-    assert [(r.position, parse(r)) for r in records(path)] == [(4, "one\n\nmore"), (6, "two")]
+    assert located(path) == [("line 4", "one\n\nmore"), ("line 6", "two")]
     # Excel may name the delimiter in the first line.
     write(path, f"{BOM}sep=;\r\nid;text\r\n1;a, b, c\r\n2;d|e,f|g\r\n".encode())
-    assert [(r.position, parse(r)) for r in records(path)] == [(3, "a, b, c"), (4, "d|e,f|g")]
+    assert located(path) == [("line 3", "a, b, c"), ("line 4", "d|e,f|g")]
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
@@ -377,7 +381,7 @@ def test_the_joined_sections_of_a_long_text_are_exactly_the_text(tmp_path, text,
     assert "".join(map(parse, found)) == text  # no character was split
     offset = 0
     for record in found:
-        assert record.position == offset
+        assert record.place == f"{path}, byte {offset}"
         assert len(record.raw) <= most
         offset += len(record.raw)
     if text == LONG_TEXTS["lines of different lengths"]:

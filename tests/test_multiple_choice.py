@@ -23,7 +23,8 @@ QUESTIONS = [
 
 
 def records(questions: list) -> list[Record]:
-    return [Record("q.jsonl", i, json.dumps(q).encode()) for i, q in enumerate(questions, 1)]
+    lines = enumerate(map(json.dumps, questions), 1)
+    return [Record("q.jsonl", f"q.jsonl, line {i}", line.encode()) for i, line in lines]
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def scorer(accelerator) -> Scorer:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        (["a list"], "one object per line (this line is a list)"),
+        (["a list"], "not JSON of one object (this is a list)"),
         (GOOD | {"choices": ["3"], "answer": 0}, "not a question"),
         (GOOD | {"choices": ["3", ""]}, "not a question"),
         (GOOD | {"answer": 3}, "not a question"),

@@ -98,7 +98,7 @@ def test_document_scores_equal_those_of_scoring_one_token_at_a_time(scorer, toke
     texts = list(filter(None, TEXTS))
     ids = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     assert len(ids[0]) > 2 * SEQ_LEN
-    records = [Record(f"{i}.txt", 0, text.encode()) for i, text in enumerate(TEXTS)]
+    records = [Record("a.txt", "a.txt", text.encode()) for text in TEXTS]
     units = list(scorer.units(document_rows(records, tokenizer, SEQ_LEN, stride, {})))
     found, hits = summary(units), sum(scores[:, 1].sum() for _, scores in units)
     nll = sum(naive_nll(scorer.model, document, stride) for document in ids)
@@ -121,12 +121,12 @@ class Squeezing(Tokenizer):
 
 def test_what_the_tokenizer_changes_is_counted_and_has_the_bytes_that_are_scored(tokenizer):
     changing, counts = Squeezing(tokenizer.path), Counter()
-    records = [Record("a.txt", 0, text) for text in (b"1  +   1", b"1 + 1")]
+    records = [Record("a.txt", "a.txt", text) for text in (b"1  +   1", b"1 + 1")]
     rows = list(document_rows(records, changing, SEQ_LEN, SEQ_LEN, counts))
     assert counts == {"changed_by_tokenizer": 1}
     assert [row.n_bytes for row in rows] == [5, 5]
     raw = json.dumps({"prompt": "1  +  1", "response": "2"}).encode()
-    rows = list(conversation_rows([Record("c.jsonl", 1, raw)], changing, 99, counts))
+    rows = list(conversation_rows([Record("c.jsonl", "c.jsonl", raw)], changing, 99, counts))
     assert counts["changed_by_tokenizer"] == 2
     assert len(rows) == 1
 
@@ -136,7 +136,7 @@ def test_a_conversation_is_cut_after_the_last_answer_that_fits(tokenizer):
     for answers in (["23"], ["4" * 40], ["56", "7" * 40]):
         said = [("user", "1"), ("assistant", answers[0]), ("user", "1"), ("assistant", answers[-1])]
         turns = [{"role": role, "content": text} for role, text in said[: 2 * len(answers)]]
-        records.append(Record("c.jsonl", 1, json.dumps({"messages": turns}).encode()))
+        records.append(Record("c.jsonl", "c.jsonl", json.dumps({"messages": turns}).encode()))
     counts = Counter()
     rows = list(conversation_rows(records, tokenizer, 2 * SEQ_LEN, counts))
     assert counts == {"left_out": 1, "cut": 1}

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from lm.common.errors import UsageError
 from lm.common.parser import is_text
-from lm.data.corpus import JSON, Record, parquet_rows, read_records, suffix_of
+from lm.data.corpus import JSON, Record, read_records, suffix_of
 from lm.data.tokenizer import Tokenizer
 
 SUFFIXES = (*JSON, ".parquet")
@@ -74,15 +74,8 @@ class Turn(NamedTuple):
 
 def conversation_records(files: list[str]) -> Iterator[Record]:
     """Yield each conversation of each file, as JSON. Raises UsageError if a file is unreadable."""
-    if suffix_of(files[0]) == ".py":
-        yield from _about_docstrings(files)
-        return
-    for path in files:
-        if suffix_of(path) == ".parquet":
-            for number, row in enumerate(parquet_rows(path, KEYS), 1):
-                yield Record(path, number, json.dumps(row, default=str).encode(), unit="row")
-        else:
-            yield from read_records([path])
+    is_builtin = suffix_of(files[0]) == ".py"
+    return _about_docstrings(files) if is_builtin else read_records(files, KEYS)
 
 
 def parse_conversation(value: dict, where: str) -> tuple[list[Turn], set[str]]:
@@ -255,7 +248,7 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
             else:
                 question, answer = f"Which {what} does this: {summary}", f"`{signature}`"
             value = {"prompt": question, "response": answer}
-            yield Record(path, line, json.dumps(value).encode())
+            yield Record(path, f"{path}, line {line}", json.dumps(value).encode())
 
 
 def _documented(node: ast.AST, name: str, what: str) -> Iterator[tuple[int, str, str, str]]:

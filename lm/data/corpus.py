@@ -61,20 +61,13 @@ SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?(-[0-9a-f]{16})?$")  # train-00000
 
 
 class Record(NamedTuple):
-    """The bytes of one document in its file, not yet decoded. A bad row has its number as bytes: so
-    a sample, which chooses by the bytes, has as large a share of bad rows as the file."""
+    """The bytes of one document in its file, not yet decoded."""
 
     path: str
-    position: int  # text of a .txt or .py: first byte, from 0; others: line or row, from 1
+    place: str  # the path, and the line, row, element or first byte (from 0), for messages
     raw: bytes
-    fault: str = ""  # why a row of a .csv or .parquet has no text; otherwise ""
-    text_column: str = TEXT_COLUMN  # the key of the text in an object of JSON
-    unit: str = "line"  # what `position` counts
-
-    @property
-    def place(self) -> str:
-        """File and position, for messages."""
-        return f"{self.path}, {self.unit} {self.position}"
+    text_column: str | None = None  # the key of the text in an object of JSON; None: no JSON
+    fault: str = ""  # why a row of a .csv has no text; otherwise ""
 
 
 def suffix_of(path: str) -> str:
@@ -164,27 +157,25 @@ def all_files(folder: str | Path, *, hidden: bool) -> list[str]:
 
 
 def read_records(
-    files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
+    files: Iterable[str],
+    columns: tuple[str, ...] = (TEXT_COLUMN,),
+    section_bytes: int = SECTION_BYTES,
 ) -> Iterator[Record]:
-    """Yield every document of every file. A document of a .txt or .py has at most section_bytes.
-    Raises UsageError if a file cannot be read or has no column `text_column`."""
+    """Yield every document of every file. The text is under the first of `columns`; a .parquet
+    must have one of them. A document of a .txt or .py has at most section_bytes. Raises UsageError
+    if a file cannot be read or has no such column."""
     for path in files:
         suffix = suffix_of(path)
         try:
             if suffix in (".csv", ".tsv"):
-                yield from _csv_records(path, text_column)
+                yield from _csv_records(path, columns[0])
             elif suffix == ".parquet":
-                for number, row in enumerate(parquet_rows(path, (text_column,)), 1):
-                    text = row[text_column]
-                    raw = text.encode() if isinstance(text, str) else text
-                    fault = "" if isinstance(raw, bytes) else "has no text"
-                    raw = b"%d" % number if fault else raw
-                    yield Record(path, number, raw, fault, unit="row")
+                yield from _parquet_records(path, columns)
             elif suffix in JSON:
                 opener = {".gz": gzip.open, ".zst": _open_zst}.get(Path(suffix).suffix, open)
                 with opener(path, "rb") as file:
-                    for number, raw, unit in json_objects(path, file):
-                        yield Record(path, number, raw, text_column=text_column, unit=unit)
+                    for place, raw in json_objects(path, file):
+                        yield Record(path, place, raw, columns[0])
             else:
                 yield from _sections(path, section_bytes)
         except (OSError, EOFError, zlib.error, csv.Error) as error:
@@ -192,21 +183,21 @@ def read_records(
 
 
 def _sections(path: str, most: int) -> Iterator[Record]:
-    offset, rest = 0, b""
     with open(path, "rb") as file:
+        rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
+        offset = file.tell() - len(rest)
         while block := file.read(most):
             rest += block
             while len(rest) > most:  # a shorter rest may be the last section of the file
                 cut = rest.rfind(b"\n", 0, most) + 1
-                if not cut:  # one very long line: cut between two characters
-                    cut = most
-                    while cut > most - 4 and rest[cut] & 0xC0 == 0x80:  # inside a character
-                        cut -= 1
-                yield Record(path, offset, rest[:cut], unit="byte")
+                if not cut:  # one very long line: cut where a character begins
+                    starts = (at for at in range(most, most - 4, -1) if rest[at] & 0xC0 != 0x80)
+                    cut = next(starts, most)
+                yield Record(path, f"{path}, byte {offset}", rest[:cut])
                 offset += cut
                 rest = rest[cut:]
     if rest:
-        yield Record(path, offset, rest, unit="byte")
+        yield Record(path, f"{path}, byte {offset}", rest)
 
 
 def _open_zst(path: str, mode: str) -> io.BufferedReader:
@@ -225,7 +216,8 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
         )
         columns = next(rows, None) or [column]  # an empty file has no documents
         first = 1 if named else 0  # lines before the header
-        decode(Record(path, first + 1, ",".join(columns).encode(errors="surrogateescape")))
+        title = ",".join(columns).encode(errors="surrogateescape")
+        decode(Record(path, f"{path}, line {first + 1}", title))
         _known_columns(path, (column,), columns)
         place, wrong = columns.index(column), "put quotes around a text with commas"
         while True:
@@ -241,10 +233,10 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
                 fault = f"cannot be read: {error}".replace(f"'{NO_DELIMITER}'", "the line's end")
             if not fault:
                 raw = row[place].encode(errors="surrogateescape")
-                yield Record(path, first + rows.line_num, raw)
+                yield Record(path, f"{path}, line {first + rows.line_num}", raw)
             elif row != []:  # not an empty line; a quote that is not closed takes many lines
                 for line in range(first + before + 1, first + rows.line_num + 1):
-                    yield Record(path, line, b"%d" % line, fault)
+                    yield Record(path, f"{path}, line {line}", b"%d" % line, fault=fault)
 
 
 def _delimiter(path: str, header: str, column: str) -> str:
@@ -256,8 +248,8 @@ def _delimiter(path: str, header: str, column: str) -> str:
     return best if len(fields[best]) > 1 else NO_DELIMITER
 
 
-def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Yield each row of a .parquet file as a dict: of the only column in `keys`, or else of all
+def _parquet_records(path: str, keys: tuple[str, ...]) -> Iterator[Record]:
+    """Yield each row of a .parquet file as JSON: of the only column in `keys`, or else of all
     columns. Raises UsageError if the file has no column in `keys` or is damaged."""
     arrow = _pyarrow(path)
     try:
@@ -265,12 +257,22 @@ def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         with arrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
             columns = _known_columns(path, keys, file.schema_arrow.names)
             columns = columns if len(keys) == 1 else None
-            for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-                yield from batch.to_pylist()
+            batches = file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, 1):
+                line = json.dumps(row, ensure_ascii=False, default=_as_text)
+                raw = line.encode(errors="surrogateescape")
+                yield Record(path, f"{path}, row {number}", raw, keys[0])
     except UsageError:
         raise
     except (OSError, ValueError, LookupError, arrow.ArrowException) as error:
         raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _as_text(value: object) -> str:
+    """Return a value that JSON does not have, such as a date, as text. Keep invalid UTF-8."""
+    is_bytes = isinstance(value, bytes)
+    return value.decode(errors="surrogateescape") if is_bytes else str(value)
 
 
 def _known_columns(path: str, keys: tuple[str, ...], names: list[str]) -> list[str]:
@@ -297,7 +299,7 @@ def parse(record: Record) -> str:
     """Return the text of a record. Raises UsageError, with the place, for an invalid record."""
     if record.fault:
         raise UsageError(f"{record.place}: {record.fault}")
-    if suffix_of(record.path) not in JSON:
+    if record.text_column is None:
         return decode(record)
     value = load_json(record)
     _known_columns(record.place, (record.text_column,), list(value))
@@ -309,16 +311,15 @@ def parse(record: Record) -> str:
 
 
 def decode(record: Record) -> str:
-    """Decode a record, without the byte order mark of a .txt. Raises UsageError if not UTF-8."""
+    """Decode a record. Raises UsageError if it is not UTF-8."""
     try:
-        text = record.raw.decode()
+        return record.raw.decode()
     except UnicodeDecodeError as error:
         where = f"{record.place}: not valid UTF-8 (after {error.start} valid bytes)"
         is_utf16 = record.raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         usual = "utf-16" if is_utf16 else "gb18030 (often of Chinese text) or cp1252 (European)"
         hint = f"save it as UTF-8: iconv -t utf-8 -f {usual}"
         raise UsageError(f"{where}: {hint}") from error
-    return text if record.position else text.removeprefix("\ufeff")
 
 
 def load_json(record: Record) -> dict[str, Any]:
@@ -327,7 +328,6 @@ def load_json(record: Record) -> dict[str, Any]:
     try:
         if isinstance(value := json.loads(text), dict):
             return value
-        raise ValueError(f"this {record.unit} is a {type(value).__name__}")
+        raise ValueError(f"this is a {type(value).__name__}")
     except (ValueError, RecursionError) as error:
-        form = f"not JSON with one object per {record.unit}"
-        raise UsageError(f"{record.place}: {form} ({error})") from error
+        raise UsageError(f"{record.place}: not JSON of one object ({error})") from error

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 
 from lm.common.errors import UsageError
 
@@ -15,24 +16,24 @@ LONGEST = 1 << 26  # bytes of a line, or characters of another object
 BETWEEN = re.compile(r"[\s,]*")  # characters between two objects
 
 
-def json_objects(path: str, file: io.BufferedReader) -> Iterator[tuple[int, bytes, str]]:
-    """Yield position, content and unit of each object, and of each line or element that is none.
+def json_objects(path: str, file: io.BufferedReader) -> Iterator[tuple[str, bytes]]:
+    """Yield place and content of each object, and of each line or element that is no object.
     Raises UsageError if objects that are not lines cannot be told apart, or one is too long."""
     if file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from _elements(path, file, b"")
         return
-    number, line = 1, file.readline(LONGEST).removeprefix(codecs.BOM_UTF8)
-    while line.isspace():
-        number, line = number + 1, file.readline(LONGEST)
-    if _is_begun(line):
-        yield from _elements(path, file, line)
-        return
-    while line:
+    is_first = True
+    for number, line in enumerate(iter(partial(file.readline, LONGEST), b""), 1):
+        place = f"{path}, line {number}"
         if len(line) == LONGEST:
-            raise UsageError(f"{path}, line {number}: longer than {LONGEST:,} bytes")
+            raise UsageError(f"{place}: longer than {LONGEST:,} bytes")
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if is_first and _is_begun(line):
+            yield from _elements(path, file, line)
+            return
         if line.strip():
-            yield number, line, "line"
-        number, line = number + 1, file.readline(LONGEST)
+            is_first = False
+            yield place, line
 
 
 def _is_begun(line: bytes) -> bool:
@@ -47,7 +48,7 @@ def _is_begun(line: bytes) -> bool:
     return False
 
 
-def _elements(path: str, file: io.BufferedReader, begun: bytes) -> Iterator[tuple[int, bytes, str]]:
+def _elements(path: str, file: io.BufferedReader, begun: bytes) -> Iterator[tuple[str, bytes]]:
     """Yield the elements of an array, or objects that follow one another."""
     # Invalid UTF-8 is kept, so that `corpus.decode` can report it.
     decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
@@ -56,7 +57,7 @@ def _elements(path: str, file: io.BufferedReader, begun: bytes) -> Iterator[tupl
     is_array = text.startswith("[")
     at, number, unit = int(is_array), 1, "element" if is_array else "object"
     while True:
-        at = BETWEEN.match(text, at).end()
+        at, place = BETWEEN.match(text, at).end(), f"{path}, {unit} {number}"
         if is_array and text.startswith("]", at):
             break
         try:
@@ -66,15 +67,12 @@ def _elements(path: str, file: io.BufferedReader, begun: bytes) -> Iterator[tupl
             if not block and at == len(text) and not is_array:
                 return
             if not block:
-                problem = getattr(error, "msg", error)
-                where = f"{path}, {unit} {number}"
+                problem = f"not a whole JSON object ({getattr(error, 'msg', error)})"
                 limit = f"or it has more than {LONGEST:,} characters"
-                raise UsageError(
-                    f"{where}: not a whole JSON object ({problem}), {limit}"
-                ) from error
+                raise UsageError(f"{place}: {problem}, {limit}") from error
             text, at = text[at:] + decode(block), 0
             continue
-        yield number, text[at:end].encode(errors="surrogateescape"), unit
+        yield place, text[at:end].encode(errors="surrogateescape")
         number, at = number + 1, end
     if (text[at + 1 :] + decode(file.read(CHUNK_BYTES))).strip():
         raise UsageError(f"{path}: there is more after the end of the array: one array per file")

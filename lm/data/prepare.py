@@ -122,7 +122,7 @@ def prepare(
     share = options.val_fraction_of(files)
     read, column = conversation_records, options.text_column
     if options.kind == TEXT:
-        read = partial(read_records, text_column=column, section_bytes=chosen.section_bytes)
+        read = partial(read_records, columns=(column,), section_bytes=chosen.section_bytes)
     # The encoding processes start while the tokenizer is trained.
     with whole_folder(out) as folder, encoders(options.workers, text_size(files)) as encode_all:
         if options.tokenizer is not None:

@@ -11,16 +11,9 @@ from lm.common.errors import UsageError
 from lm.common.numbers import counted, progress_bar
 from lm.data.conversation_set import ConversationSet
 from lm.data.conversations import KEYS as CONVERSATION_KEYS
+from lm.data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
 from lm.data.conversations import conversation_records
-from lm.data.corpus import (
-    JSON,
-    TEXT_COLUMN,
-    find_splits,
-    load_json,
-    parquet_rows,
-    read_records,
-    suffix_of,
-)
+from lm.data.corpus import TEXT_COLUMN, find_splits, load_json, read_records, suffix_of
 from lm.data.dataset import PackedDataset
 from lm.data.order import spread
 from lm.data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
@@ -85,11 +78,9 @@ def detect_task(data: str, text_column: str | None = None) -> str:
         is_chat = read_description(data)["kind"] == CONVERSATIONS
         return "conversations" if is_chat else "packed"
     path, column, keys = split_to_score(data)[1][0], text_column or TEXT_COLUMN, set()
-    with suppress(StopIteration, AttributeError, UsageError):  # scoring reports a bad first line
-        if suffix_of(path) == ".parquet":
-            keys = next(parquet_rows(path, (column, *CONVERSATION_KEYS))).keys()
-        elif suffix_of(path) in JSON:
-            keys = load_json(next(read_records([path]))).keys()
+    with suppress(StopIteration, UsageError):  # scoring reports a bad first line
+        if suffix_of(path) in CONVERSATION_SUFFIXES:
+            keys = load_json(next(read_records([path], (column, *CONVERSATION_KEYS)))).keys()
     if "question" in keys:
         return "choice"
     is_chat = column not in keys and any(key in keys for key in CONVERSATION_KEYS)
@@ -129,7 +120,7 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
     tokenizer, seq_len = trained.tokenizer, trained.model.config.max_seq_len
     (split, files), is_chat = split_to_score(args.data), args.task == "conversations"
     column = args.text_column or TEXT_COLUMN
-    records = conversation_records(files) if is_chat else read_records(files, column)
+    records = conversation_records(files) if is_chat else read_records(files, (column,))
     records = islice(records, args.limit or None)  # 0 is no limit
     facts = {"split": split, "changed_by_tokenizer": 0}
     if is_chat:
