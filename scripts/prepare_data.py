@@ -17,18 +17,8 @@ from lm.common.errors import UsageError, one_line_errors, stop_in_order
 from lm.common.numbers import available_cores, counted, progress_bar, size
 from lm.common.parser import OneLineParser
 from lm.data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from lm.data.corpus import (
-    BUILTIN,
-    SUFFIXES,
-    TEXT_COLUMN,
-    all_files,
-    by_split,
-    find_files,
-    find_splits,
-    suffix_of,
-    text_size,
-)
-from lm.data.prepare import PackingOptions, default_out, defaults_for, find_prepared, prepare
+from lm.data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, all_files, suffix_of, text_size
+from lm.data.prepare import Preparation, default_out
 from lm.data.shards import CONVERSATIONS, TEXT
 from lm.formats.tokenizer_json import export_warning
 
@@ -74,19 +64,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def report(
-    description: dict, options: PackingOptions, source: str, files: list[str], seconds: float
-) -> str:
+def report(description: dict, made: Preparation, seconds: float) -> str:
     """Return size, speed, files of a folder, both splits, vocabulary, warnings and settings."""
-    splits, made_from = description["splits"], description["prepared_from"]
-    ways = {"train": made_from["segmentations"], "val": 1}
-    of_text = options.kind == TEXT
+    splits, of_text = description["splits"], made.kind == TEXT
+    ways = {"train": made.segmentations, "val": 1}
     measured, documents = ("text", "documents") if of_text else ("answers", CONVERSATIONS)
     n_bytes = sum(split["bytes"] // ways[name] for name, split in splits.items())
-    speed = f"{size(n_bytes / seconds)}/s with --workers {options.workers}"
+    speed = f"{size(n_bytes / seconds)}/s with --workers {made.workers}"
     lines = [f"{size(n_bytes)} of {measured} in {seconds:.1f} s ({speed})"]
-    if Path(source).is_dir():
-        lines += about_folder(source, files, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
+    if Path(made.source).is_dir():
+        lines += about_folder(made)
     for name, split in splits.items():
         n, word = counted(split["documents"] // ways[name], documents).split()
         line = f"  {name:5} {n:>9} {word:{len(documents)}} {split['tokens']:>13,} tokens"
@@ -96,42 +83,41 @@ def report(
     tokens = sum(split.get("answers", split)["tokens"] for split in splits.values())
     per_token = sum(split["bytes"] for split in splits.values()) / tokens
     line = f"  vocabulary {description['vocab_size']:,}, {per_token:.2f} bytes per token"
-    low, high = defaults_for(files).bytes_per_token
-    if of_text and options.vocab_size is None and per_token < FAR_OFF * low:
+    low, high = made.defaults.bytes_per_token
+    if of_text and made.vocab_size is None and per_token < FAR_OFF * low:
         line += f" (WARNING: usual are {low:g} to {high:g})"
     lines.append(line)
     if n_bad := description["bad_documents"]:
         bad = counted(n_bad, f"bad {documents}")
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
-    if (marked := description["documents_with_markers"]) and source != BUILTIN:
+    if (marked := description["documents_with_markers"]) and made.source != BUILTIN:
         held = ", ".join(f"{name!r} in {counted(n, documents)}" for name, n in marked.items())
         remedy = "--markers cuts there, PREPARE_FLAGS=--markers in front of run_accelerate.sh"
         remedy = remedy if of_text else "remove the markers, each turn gets its own"
         warning = f"  WARNING: markers as text: {held}: {remedy}"
-        lines.append(f"  cut at markers: {held}" if options.markers else warning)
+        lines.append(f"  cut at markers: {held}" if made.markers else warning)
     if unread := description["unread_keys"]:
         keys = ", ".join(f'"{key}" in {counted(n, documents)}' for key, n in unread.items())
         lines.append(f"  keys that are not read: {keys}")
-    share = made_from["val_fraction"]
-    if (share or by_split(files)["val"]) and not splits["val"]["documents"]:
+    if (made.val_fraction or made.splits["val"]) and not splits["val"]["documents"]:
         lines.append("  WARNING: no validation split: pass a larger --val_fraction, or more text")
-    chosen = f"  settings: --val_fraction {share:g}, --segmentations {ways['train']}"
-    if of_text and any(suffix_of(path) in UNSTRUCTURED for path in files):
-        longest = defaults_for(files).section_bytes // 1024
+    chosen = f"  settings: --val_fraction {made.val_fraction:g}"
+    chosen += f", --segmentations {made.segmentations}"
+    if of_text and any(suffix_of(path) in UNSTRUCTURED for path in made.files):
+        longest = made.defaults.section_bytes // 1024
         chosen += f", long files cut into documents of {longest} KiB"
     return "\n".join([*lines, chosen])
 
 
-def about_folder(folder: str, files: list[str], suffixes: tuple[str, ...]) -> list[str]:
+def about_folder(made: Preparation) -> list[str]:
     """Return lines that count and name the files of a folder: read, ignored, of each split."""
-    splits = find_splits(folder, suffixes)
-    read = {os.path.realpath(path) for path in files}  # a file may have several names
-    others = {*all_files(folder, hidden=True)} - {*splits["test"]}
+    read = {os.path.realpath(path) for path in made.files}  # a file may have several names
+    others = {*all_files(made.source, hidden=True)} - {*made.splits["test"]}
     ignored = sorted(path for path in others if os.path.realpath(path) not in read)
     first = f", the first: {ignored[0]}" if ignored else ""
-    lines = [f"  read {counted(len(files), 'files')}, ignored {len(ignored):,}{first}"]
+    lines = [f"  read {counted(len(made.files), 'files')}, ignored {len(ignored):,}{first}"]
     for name, role in (("val", "for validation"), ("test", "not read, for testing")):
-        if paths := splits[name]:
+        if paths := made.splits[name]:
             lines.append(f"  {role}: {counted(len(paths), 'files')}, the first: {paths[0]}")
     return lines
 
@@ -139,22 +125,21 @@ def about_folder(folder: str, files: list[str], suffixes: tuple[str, ...]) -> li
 @one_line_errors("prepare_data", UsageError, OSError)
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    of_text = args.kind == TEXT
-    files = find_files(args.data, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
-    if args.text_column and all(suffix_of(path) in UNSTRUCTURED for path in files):
-        raise UsageError(f"{args.data} has no columns: leave out --text_column")
-    options = PackingOptions(
+    made = Preparation(
+        source=args.data,
         kind=args.kind,
+        workers=args.workers,
+        tokenizer=args.tokenizer,
         vocab_size=args.vocab_size,
         val_fraction=args.val_fraction,
-        workers=args.workers,
-        skip_bad_lines=args.skip_bad_lines,
-        tokenizer=args.tokenizer,
+        segmentations=args.segmentations,
         text_column=args.text_column or TEXT_COLUMN,
-        segmentations=args.segmentations if of_text else 1,
+        skip_bad_lines=args.skip_bad_lines,
         markers=bool(args.markers),
     )
-    find = partial(find_prepared, args.out, files, options, args.reuse, args.overwrite)
+    if args.text_column and all(suffix_of(path) in UNSTRUCTURED for path in made.files):
+        raise UsageError(f"{args.data} has no columns: leave out --text_column")
+    find = partial(made.found_in, args.out, args.reuse, args.overwrite)
     if found := find():
         print_result(args.out, found)
         return
@@ -163,10 +148,10 @@ def main(argv: list[str] | None = None) -> None:
         if not found:
             start = time.perf_counter()
             # The built-in conversations use only a part of their source.
-            total = None if args.conversations == BUILTIN else text_size(files)
+            total = None if args.conversations == BUILTIN else text_size(made.files)
             with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
-                description = prepare(files, args.out, options, bar.update)
-            found = report(description, options, args.data, files, time.perf_counter() - start)
+                description = made.write(args.out, bar.update)
+            found = report(description, made, time.perf_counter() - start)
         print_result(args.out, found)
 
 

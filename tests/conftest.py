@@ -21,7 +21,7 @@ from warm_ranks import WarmProcess, helper, without_launcher
 
 from lm.common.errors import UsageError
 from lm.data.corpus import parse, read_records
-from lm.data.prepare import PackingOptions, prepare
+from lm.data.prepare import Preparation
 from lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from scripts.check_pins import unsatisfied
 
@@ -90,13 +90,11 @@ def texts(corpus) -> list[str]:
     return [parse(record) for record in read_records([str(corpus)])]
 
 
-def pack(files, out: Path, progress=lambda n_bytes: None, **changes) -> Path:
-    """Prepare a file or a list of files in this process; return the folder of shards.
-    `changes` are fields of PackingOptions."""
-    files = files if isinstance(files, list) else [files]
-    settings = {"vocab_size": VOCAB_SIZE, "val_fraction": 0.1, "workers": 1}
-    options = PackingOptions(**settings | {"skip_bad_lines": False} | changes)
-    prepare([*map(str, files)], out, options, progress)
+def pack(source: Path, out: Path, progress=lambda n_bytes: None, **changes) -> Path:
+    """Prepare a file or folder in this process; return the folder of shards. `changes` are fields
+    of Preparation."""
+    settings = {"vocab_size": VOCAB_SIZE, "val_fraction": 0.1, "segmentations": 1}
+    Preparation(str(source), **settings | changes).write(out, progress)
     return out
 
 

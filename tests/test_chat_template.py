@@ -60,9 +60,8 @@ def test_conversations_have_the_ids_of_transformers_template(tokenizer, tmp_path
 
 
 def counted_ids(tokenizer, turns: list[Turn]) -> list[int]:
-    ids, counts = encode_conversation(tokenizer, turns)
-    assert len(ids) == len(counts)
-    return [id for id, counts_here in zip(ids, counts, strict=True) if counts_here]
+    ids, answers = encode_conversation(tokenizer, turns)
+    return [id for begin, end in answers for id in ids[begin:end]]
 
 
 def test_only_answers_with_weight_and_their_end_tokens_count(tokenizer):

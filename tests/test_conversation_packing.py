@@ -1,6 +1,4 @@
 import json
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 import conftest
@@ -58,10 +56,8 @@ def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
 
 def expected(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[list[int]]]:
     """Return the ids that `stored` should return for a conversation of these turns."""
-    ids, counts = encode_conversation(tokenizer, turns)
-    runs = groupby(zip(counts, ids, strict=True), key=itemgetter(0))
-    answers = [[id for _, id in run] for counts_here, run in runs if counts_here]
-    return ids[: len(counts) - counts[::-1].index(True)], answers
+    ids, answers = encode_conversation(tokenizer, turns)
+    return ids[: answers[-1][1]], [ids[begin:end] for begin, end in answers]
 
 
 def test_every_conversation_is_stored_once_in_order_with_its_answers(pack, tmp_path, monkeypatch):

@@ -20,7 +20,6 @@ from lm.data.corpus import (
     SECTION_BYTES,
     Record,
     all_files,
-    by_split,
     find_files,
     find_splits,
     parse,
@@ -170,7 +169,6 @@ def test_files_for_validation_and_testing_are_found_by_their_names(tmp_path, exp
     relative = {k: [str(Path(p).relative_to(tmp_path)) for p in v] for k, v in found.items()}
     assert relative == {"train": [], "val": [], "test": []} | expected
     assert find_files(str(tmp_path)) == found["train"] + found["val"]
-    assert by_split(find_files(str(tmp_path))) == found | {"test": []}
 
 
 def test_a_folder_with_files_for_validation_and_testing_alone_is_refused_for_training(tmp_path):

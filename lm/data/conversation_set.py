@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lm.common.errors import UsageError
 from lm.common.numbers import counted
-from lm.data.dataset import NothingFitsError, TokenStream
+from lm.data.dataset import NothingFitsError, TokenStream, next_tokens
 from lm.data.order import shuffled
 from lm.data.shards import ANSWER_DTYPE, CONVERSATIONS
 from model import IGNORE_INDEX
@@ -62,10 +62,7 @@ class ConversationSet(TokenStream):
         answers = self._answers[self._first[i] : self._end[i]]
         begin = answers[0, 0]
         row = self.read(begin, int(self.lengths[i]) + 1)
-        targets = torch.full_like(row, IGNORE_INDEX)
-        for start, end in (answers[:, 1:] - begin).tolist():
-            targets[start:end] = row[start:end]
-        return row[:-1], targets[1:]
+        return next_tokens(row, (answers[:, 1:] - begin).tolist())
 
 
 class ConversationRows(ConversationSet):

@@ -129,24 +129,24 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
 
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn], where: str = ""
-) -> tuple[list[int], list[bool]]:
-    """Return the ids, and for each whether it is in the loss (answers that count, their </s>).
-    With `where`, raise UsageError, which begins with `where`, if the tokenizer changes a turn."""
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the ids, and the first and the end position of each answer that counts in the loss; an
+    answer includes its </s>. With `where`, raise UsageError, which begins with `where`, if the
+    tokenizer changes a turn."""
     turns = list(turns)
     texts = [f"{turn.role}\n{turn.content}" for turn in turns]
     prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])
-    ids, counts = [], []
-    for said, text in zip(texts, encoded, strict=True):
+    ids, answers = [], []
+    for turn, said, text in zip(turns, texts, encoded, strict=True):
         if where and (change := tokenizer.change(said, text)):
             raise UsageError(f"{where}: {change}")
-    for turn, text in zip(turns, encoded, strict=True):
-        # A piece that holds the line end after the role and the start of the answer counts.
-        shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
-        n_counted = len(text) - len(list(shared)) + 1 if turn.counts else 0
-        ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]
-        counts += [False] * (len(text) + 2 - n_counted)
-        counts += [True] * n_counted + [False] * len(line_end)
-    return ids, counts
+        ids += [tokenizer.bos_id, *text, tokenizer.eos_id]
+        if turn.counts:
+            # A piece that holds the line end after the role and the start of the answer counts.
+            shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
+            answers.append((len(ids) - 1 - len(text) + len(list(shared)), len(ids)))
+        ids += line_end
+    return ids, answers
 
 
 def text_of(content: object) -> object:

@@ -6,7 +6,7 @@
 - `.csv`, `.tsv`, `.parquet`: each row is a document, in the column "text" or --text_column.
 - `.txt`: the file is one document. A long file is cut at line ends into several documents.
 - a folder: all files of these kinds below it, in sorted order. Links are followed. Hidden files
-  are left out. Files that are named train, validation and test are splits, see `by_split`.
+  are left out. Files that are named train, validation and test are splits.
 - "builtin": the source of Python's standard library, about 12 MB without its tests.
 
 Memory holds one line, object, section or batch of rows at a time. `.zst` and `.parquet` need
@@ -85,7 +85,7 @@ def text_size(files: Iterable[str]) -> int:
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """Return the paths of a corpus, which is a file, a folder or "builtin". The files of a folder
-    that are for testing are left out, see `by_split`. Raises UsageError if `source` does not exist
+    that are for testing are left out. Raises UsageError if `source` does not exist
     or has no file for training with one of the suffixes."""
     splits = find_splits(source, suffixes)
     if not splits["train"]:
@@ -95,13 +95,13 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
 
 
 def find_splits(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, list[str]]:
-    """Return the files of each split of a corpus, see `by_split` and `find_files`."""
+    """Return the files of each split of a corpus, see `find_files`."""
     if source == BUILTIN:
         files = []
         for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
             subfolders[:] = sorted(set(subfolders) - NOT_CORPUS)
             files += [f"{folder}/{name}" for name in sorted(names) if name.endswith(".py")]
-        return by_split(files)
+        return _by_split(files)
     path = Path(source)
     if not path.exists():
         raise UsageError(f"{source}: no such file or folder")
@@ -113,10 +113,10 @@ def find_splits(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, 
     if not files:
         kinds = ", ".join(suffixes)
         raise UsageError(f"{source}: found no file that ends in one of {kinds}")
-    return by_split(files)
+    return _by_split(files)
 
 
-def by_split(files: list[str]) -> dict[str, list[str]]:
+def _by_split(files: list[str]) -> dict[str, list[str]]:
     """Divide the files of a folder into "train", "val" and "test" by the SPLIT_WORDS in the names
     of files or subfolders. A file is for validation or testing only if a file for training has the
     same name apart from the word, the suffix and the number of the shard, or if there are only

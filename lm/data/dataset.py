@@ -144,6 +144,15 @@ class WithNoise(Dataset):
         return torch.where(replaced, others, tokens), targets
 
 
+def next_tokens(row: Tensor, spans: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Return (tokens, targets) of a row, int64 (T,), both (T - 1,). A target is the next token if
+    that token is in a span (first position, end), otherwise IGNORE_INDEX."""
+    targets = torch.full_like(row, IGNORE_INDEX)
+    for start, end in spans:
+        targets[start:end] = row[start:end]
+    return row[:-1], targets[1:]
+
+
 def pad(rows: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Pad rows of (tokens, targets) at their ends to the longest row; both become (rows, length).
     Padded targets are IGNORE_INDEX. Causal attention ignores padding at the end."""

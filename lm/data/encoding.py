@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -42,6 +42,7 @@ SPLIT_ROUNDS = 2  # the second round may split the results of the first round ag
 class Document(NamedTuple):
     """A text, or a conversation up to the end of its last answer that counts."""
 
+    path: str  # of its file
     tokens: list[np.ndarray]  # one array per segmentation, with BOS and EOS
     n_bytes: int  # UTF-8 bytes of a text, or of the answers that count
     number: int  # hash of the text; a document whose hash is small is for validation
@@ -52,7 +53,6 @@ class Encoded(NamedTuple):
     """The documents of a batch of records."""
 
     documents: list[Document]
-    tried: Counter  # the number of documents of each file, with those that could not be read
     bad: list[tuple[str, str]]  # file and message of each document that could not be read
     raw_bytes: int  # bytes of all records of the batch, before they are parsed
     marked: list[str]  # the first marker's name of each record whose text holds one
@@ -83,27 +83,23 @@ def encode_batch(
         try:
             if kind == TEXT:
                 text = parse(record)
-                texts += [(record, part) for part in documents_in(text, markers)]
+                texts += [(record, part) for part in documents_in(text, markers) if part]
             else:
                 turns, others = parse_conversation(load_json(record), record.place)
-                documents.append(_conversation(tokenizer, turns, record.place))
+                documents.append(_conversation(tokenizer, turns, record))
                 unread += others
                 text = "\n".join(turn.content for turn in turns)
-            marked += [found[0]] if (found := MARKERS.search(text)) else []
+            marked += MARKERS.findall(text)[:1]
         except UsageError as error:
             bad.append((record.path, str(error)))
-    texts = [(record, text) for record, text in texts if text]
-    tried = Counter(record.path for record in batch)
-    if markers:  # a record may hold several documents
-        tried = Counter([*(record.path for record, _ in texts), *(path for path, _ in bad)])
     encoded = tokenizer.encode_batch([text for _, text in texts])
     for (record, text), ids in zip(texts, encoded, strict=True):
         if change := tokenizer.change(text, ids):
             bad.append((record.path, f"{record.place}: {change}"))
         else:
-            documents.append(_text(tokenizer, text, ids, segmentations))
+            documents.append(_text(record.path, tokenizer, text, ids, segmentations))
     n_bytes = sum(len(record.raw) for record in batch)
-    return Encoded(documents, tried, bad, n_bytes, marked, unread)
+    return Encoded(documents, bad, n_bytes, marked, unread)
 
 
 def documents_in(text: str, markers: bool) -> list[str]:
@@ -113,7 +109,9 @@ def documents_in(text: str, markers: bool) -> list[str]:
     return [part.strip() for part in MARKERS.split(text)] if names_markers else [text]
 
 
-def _text(tokenizer: Tokenizer, text: str, ids: list[int], segmentations: int) -> Document:
+def _text(
+    path: str, tokenizer: Tokenizer, text: str, ids: list[int], segmentations: int
+) -> Document:
     dtype = token_dtype(tokenizer.vocab_size)
     # If BOS and EOS are the same piece, the BOS of the next document ends this document.
     end = [tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else []
@@ -122,7 +120,7 @@ def _text(tokenizer: Tokenizer, text: str, ids: list[int], segmentations: int) -
     random = np.random.default_rng(number)  # a text is always split in the same ways
     others = (split_at_random(ids, tokenizer, random) for _ in range(segmentations - 1))
     tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
-    return Document(tokens, len(raw), number)
+    return Document(path, tokens, len(raw), number)
 
 
 @lru_cache(maxsize=1)
@@ -151,15 +149,14 @@ def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generat
     return ids
 
 
-def _conversation(tokenizer: Tokenizer, turns: list[Turn], where: str) -> Document:
-    ids, counts = encode_conversation(tokenizer, turns, where)
-    # Find where answers start and end. `append=False` ends an answer that includes the last id.
-    answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
-    tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))
+def _conversation(tokenizer: Tokenizer, turns: list[Turn], record: Record) -> Document:
+    ids, answers = encode_conversation(tokenizer, turns, record.place)
+    tokens = np.array(ids[: answers[-1][1]], token_dtype(tokenizer.vocab_size))
     n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
     # The hash leaves out `has_weight`, so a conversation has the same hash in every format.
     said = json.dumps([turn[:2] for turn in turns]).encode()
-    return Document([tokens], n_bytes, hash_of(said, digest_size=16), answers)
+    number = hash_of(said, digest_size=16)
+    return Document(record.path, [tokens], n_bytes, number, np.array(answers))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from lm.common.errors import UsageError
 
 DESCRIPTION_FILE = "dataset.json"
 FORMAT = 1
+SHARD_TOKENS = 100_000_000  # a shard ends after the document that reaches this number
 SPLITS = ("train", "val")
 KINDS = TEXT, CONVERSATIONS = ("text", "conversations")
 # An answer is stored as three positions in the stream of tokens: the start of its conversation,
@@ -26,51 +27,47 @@ class ShardWriter:
     """Write the documents of one split into shards, and the positions of answers into one file.
     A shard ends after the document that brings it to shard_tokens tokens or more."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS):
         self.folder = folder
         self.split = split
         self.dtype = dtype
         self.shard_tokens = shard_tokens
-        self.documents = self.bytes = self.tokens = 0
-        self.shards: list[dict] = []
-        self.answers = {"file": f"{split}-answers.bin", "count": 0, "tokens": 0}
-        self._files: dict[str, tuple] = {}  # name → (open file, SHA-256 of its content)
+        # The description of this split in dataset.json, without hashes; `close` adds them.
+        self.part = {"documents": 0, "bytes": 0, "tokens": 0, "shards": []}
+        # name → (open file, SHA-256 of its content, the file's entry in `part`)
+        self._files: dict[str, tuple] = {}
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
         """Write the tokens of one document, whose text has n_bytes bytes.
         Row i of `answers`, (n, 2), is start and end of answer i, as indices into `tokens`."""
+        part, shards = self.part, self.part["shards"]
         if answers is not None:
-            positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (n, 3)
-            self._append(self.answers["file"], positions.astype(ANSWER_DTYPE))
-            self.answers["count"] += len(answers)
-            self.answers["tokens"] += int(np.diff(answers).sum())
-        if not self.shards or self.shards[-1]["tokens"] >= self.shard_tokens:
-            name = f"{self.split}-{len(self.shards):05d}.bin"
-            self.shards.append({"file": name, "tokens": 0})
-        self._append(self.shards[-1]["file"], tokens.astype(self.dtype, copy=False))
-        self.shards[-1]["tokens"] += len(tokens)
-        self.documents += 1
-        self.bytes += n_bytes
-        self.tokens += len(tokens)
+            empty = {"file": f"{self.split}-answers.bin", "count": 0, "tokens": 0}
+            stored = part.setdefault("answers", empty)
+            positions = np.pad(answers, ((0, 0), (1, 0))) + part["tokens"]  # (n, 3)
+            self._append(stored, positions.astype(ANSWER_DTYPE))
+            stored["count"] += len(answers)
+            stored["tokens"] += int(np.diff(answers).sum())
+        if not shards or shards[-1]["tokens"] >= self.shard_tokens:
+            shards.append({"file": f"{self.split}-{len(shards):05d}.bin", "tokens": 0})
+        self._append(shards[-1], tokens.astype(self.dtype, copy=False))
+        for counted in (part, shards[-1]):
+            counted["tokens"] += len(tokens)
+        part["documents"] += 1
+        part["bytes"] += n_bytes
 
     def close(self) -> dict:
         """Close the files, and return the description of this split."""
-        for listed in [*self.shards, *([self.answers] if self.answers["count"] else [])]:
-            file, sha256 = self._files[listed["file"]]
+        for file, sha256, entry in self._files.values():
             file.close()
-            listed["sha256"] = sha256.hexdigest()
-        description = {
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "tokens": self.tokens,
-            "shards": self.shards,
-        }
-        return description | ({"answers": self.answers} if self.answers["count"] else {})
+            entry["sha256"] = sha256.hexdigest()
+        return self.part
 
-    def _append(self, name: str, array: np.ndarray) -> None:
+    def _append(self, entry: dict, array: np.ndarray) -> None:
+        name = entry["file"]
         if name not in self._files:
-            self._files[name] = open(self.folder / name, "wb"), hashlib.sha256()  # noqa: SIM115
-        file, sha256 = self._files[name]
+            self._files[name] = open(self.folder / name, "wb"), hashlib.sha256(), entry  # noqa: SIM115
+        file, sha256, _ = self._files[name]
         file.write(array)
         sha256.update(array)
 

@@ -11,9 +11,9 @@ from lm.common.errors import UsageError
 from lm.common.parser import is_text
 from lm.data.conversations import ASSISTANT, USER, Turn, encode_conversation
 from lm.data.corpus import Record, load_json
+from lm.data.dataset import next_tokens
 from lm.data.tokenizer import Tokenizer
 from lm.evaluation.scoring import Row, ratio
-from model import IGNORE_INDEX
 
 # The form of a line in a .jsonl file
 FORM = '{"question": text, "choices": [two or more texts], "answer": number from 0, or "A", "B" …}'
@@ -44,8 +44,7 @@ def encode_choices(
     if delimiter is None:
         chats = [[Turn(USER, text), Turn(ASSISTANT, choice)] for choice in choices]
         encoded = [encode_conversation(tokenizer, turns) for turns in chats]
-        starts = [is_answer.index(True) for _, is_answer in encoded]
-        return [(ids[: n + sum(said)], n) for (ids, said), n in zip(encoded, starts, strict=True)]
+        return [(ids[:end], begin) for ids, [(begin, end)] in encoded]
     encoded = tokenizer.encode_batch([text, *(text + delimiter + choice for choice in choices)])
     equal = takewhile(lambda column: len(set(column)) == 1, zip(*encoded, strict=False))
     n_context = 1 + len(list(equal))  # <s> counts too
@@ -68,9 +67,9 @@ def question_rows(
             n_scored = len(ids) - n_context
             if not 0 < n_scored <= seq_len:
                 raise UsageError(f"{record.place}: a choice has {n_scored} tokens, not 1-{seq_len}")
-            ids = ids[-(seq_len + 1) :]  # cut off the beginning
-            targets = [IGNORE_INDEX] * (len(ids) - 1 - n_scored) + ids[len(ids) - n_scored :]
-            yield Row(unit, torch.tensor(ids[:-1]), torch.tensor(targets), len(choice.encode()))
+            ids = torch.tensor(ids[-(seq_len + 1) :])  # cut off the beginning
+            scored = [(len(ids) - n_scored, len(ids))]
+            yield Row(unit, *next_tokens(ids, scored), len(choice.encode()))
 
 
 def answers(units: list[tuple[tuple, np.ndarray]]) -> dict:

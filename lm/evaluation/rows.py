@@ -7,7 +7,7 @@ import torch
 from lm.common.errors import UsageError
 from lm.data.conversations import encode_conversation, parse_conversation
 from lm.data.corpus import Record, load_json, parse
-from lm.data.dataset import TokenStream
+from lm.data.dataset import TokenStream, next_tokens
 from lm.data.encoding import MARKERS
 from lm.data.tokenizer import Tokenizer
 from lm.evaluation.scoring import Row
@@ -58,21 +58,18 @@ def conversation_rows(
     for number, record in enumerate(records):
         turns, _ = parse_conversation(load_json(record), record.place)
         try:
-            ids, is_answer = encode_conversation(tokenizer, turns, record.place)
+            ids, answers = encode_conversation(tokenizer, turns, record.place)
         except UsageError:
             counts["changed_by_tokenizer"] += 1
-            ids, is_answer = encode_conversation(tokenizer, turns)
-        ends = [at for at, id in enumerate(ids) if is_answer[at] and id == tokenizer.eos_id]
-        within = [end for end in ends if end <= seq_len]
+            ids, answers = encode_conversation(tokenizer, turns)
+        within = [(begin, end) for begin, end in answers if end <= seq_len + 1]
         if not within:
             counts["left_out"] += 1
             continue
-        counts["cut"] += len(within) < len(ends)
-        end = within[-1]
-        targets = [ids[at] if is_answer[at] else IGNORE_INDEX for at in range(1, end + 1)]
-        answers = [turn.content for turn in turns if turn.counts][: len(within)]
-        n_bytes = sum(len(answer.encode()) for answer in answers)
-        yield Row(number, torch.tensor(ids[:end]), torch.tensor(targets), n_bytes)
+        counts["cut"] += len(within) < len(answers)
+        said = [turn.content for turn in turns if turn.counts][: len(within)]
+        n_bytes = sum(len(content.encode()) for content in said)
+        yield Row(number, *next_tokens(torch.tensor(ids[: within[-1][1]]), within), n_bytes)
 
 
 def prepared_rows(dataset: TokenStream, samples: list[int], units: list[int]) -> Iterator[Row]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from lm.common.errors import ReportedError, UsageError
 from lm.data.conversations import SUFFIXES
 from lm.data.corpus import find_files
-from lm.data.prepare import PackingOptions, conversations_out, describe_sources
+from lm.data.prepare import conversations_out
 from lm.data.shards import read_description
 from lm.storage.find import data_of
 from lm.storage.folder import read_settings
@@ -62,9 +62,8 @@ def require_text_of_run(named: str, files: list[str], folder: Path, data: str, r
     it is never replaced. `named` are the settings that name the files, `folder` is where they are
     prepared."""
     then = read_description(Path(data)).get("prepared_from", {})
-    now = describe_sources(files, PackingOptions(None, None, 1, False))
-    same = (now[key] == then.get(key) for key in ("files", "bytes_on_disk"))
-    if folder.resolve() != Path(data).resolve() or not all(same):
+    now = (folder.resolve(), len(files), sum(map(os.path.getsize, files)))
+    if now != (Path(data).resolve(), then.get("files"), then.get("bytes_on_disk")):
         raise UsageError(
             f"{named}: not what {run} was trained on; its data stays in {data}. To go on with it, "
             f"pass --data {data} instead. To train on other data, start a new run with --init_from "
