@@ -82,16 +82,20 @@ def parse_conversation(value: dict, where: str) -> tuple[list[Turn], set[str]]:
     """Return the turns of a conversation, and the names of its keys that are not read. Raises
     UsageError, which begins with `where`, if the format is unsupported, `check_turns` refuses the
     turns, an answer is empty, no answer counts in the loss, or a key is in REFUSED."""
-    turns, read = _turns(value, where)
-    if value.get(SYSTEM):
-        turns = [Turn(SYSTEM, value[SYSTEM]), *turns]
-    messages = [said for key in read if isinstance(value.get(key), list) for said in value[key]]
-    contents = [said[_names(said)[1]] for said in messages]
-    parts = [part for held in contents if isinstance(held, list) for part in held]
-    unread = _unread(value, (*read, SYSTEM), where).union(
-        *(_unread(said, _names(said), where) for said in messages),
-        *(_unread(part, OF_PART, where) for part in parts if isinstance(part, dict)),
-    )
+    turns = [Turn(SYSTEM, value[SYSTEM])] if value.get(SYSTEM) else []
+    try:
+        messages, read = _messages(value, where)
+        unread = _unread(value, (*read, SYSTEM), where)
+        for said in messages:
+            turn, keys = _turn(said)
+            turns.append(turn)
+            unread |= _unread(said, keys, where)
+            content = said[keys[1]]
+            for part in content if isinstance(content, list) else ():
+                unread |= _unread(part, OF_PART, where)
+    except (TypeError, KeyError, AttributeError) as error:
+        form = 'a list of {"role", "content"} or {"from", "value"}, perhaps with "weight": 0 or 1'
+        raise UsageError(f"{where}: expected {form}") from error
     check_turns(turns, where)
     for number, turn in enumerate(turns, 1):
         if turn.role == ASSISTANT and not turn.content.strip():
@@ -162,24 +166,23 @@ def _shown(value: object) -> str:
     return textwrap.shorten(repr(value), 40)
 
 
-def _turns(value: dict, where: str) -> tuple[list[Turn], tuple[str, ...]]:
-    """Return the turns without the system message, and the keys that hold them."""
+def _messages(value: dict, where: str) -> tuple[list[dict], tuple[str, ...]]:
+    """Return a conversation as a list of messages, and the keys that hold them."""
     # A Parquet row has null in the columns that it does not use.
     given = {key: value[key] for key in KEYS if value.get(key) is not None}
     for key in LISTS:
         if key in given:
-            return _listed_turns(given[key], where), (key,)
+            return given[key], (key,)
     read = ("prompt", next((key for key in ANSWERS if key in given), ""))
     prompt, answer = map(given.get, read)
     if "prompt" in given and isinstance(answer, list):
-        before = [turn._replace(has_weight=False) for turn in _listed_turns(prompt, where)]
-        return before + _listed_turns(answer, where), read
+        return [said | {"weight": 0} for said in prompt] + answer, read
     if isinstance(prompt, str) and isinstance(answer, str):
-        return _turns_of_prompt(prompt, answer), read
+        return _messages_of_prompt(prompt, answer), read
     texts = [given.get(key, "") for key in ALPACA]
     if {"instruction", "output"} <= {*given} and all(isinstance(text, str) for text in texts):
         question = "\n\n".join(text for text in texts[:2] if text)
-        return [Turn(USER, question), Turn(ASSISTANT, texts[2])], ALPACA
+        return _pair(question, texts[2]), ALPACA
     expected = (
         'expected "conversations", or "messages", or "prompt" and "completion", "chosen" or '
         '"response", or texts in "instruction" and "output"'
@@ -187,42 +190,36 @@ def _turns(value: dict, where: str) -> tuple[list[Turn], tuple[str, ...]]:
     raise UsageError(f"{where}: no conversation: {expected}")
 
 
-def _listed_turns(messages: object, where: str) -> list[Turn]:
-    with suppress(TypeError, KeyError, AttributeError):
-        if all(said.get(mask) in (None, 0, 1) for said in messages for mask in MASKS):
-            return [_turn(said) for said in messages]
-    form = 'a list of {"role", "content"} or {"from", "value"}, perhaps with "weight": 0 or 1'
-    raise UsageError(f"{where}: expected {form}, not {_shown(messages)}")
+def _pair(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": USER, "content": question}, {"role": ASSISTANT, "content": answer}]
 
 
-def _names(message: dict) -> tuple[str, ...]:
-    """Return the keys of a message that are read: those of role and content, then others."""
-    # In a Parquet file with both formats, the keys of the unused format are null.
-    names = ("role", "content") if message.get("from") is None else ("from", "value")
-    reasons = message[names[0]] in (ASSISTANT, "gpt") and is_text(message.get(REASONING))
-    return (*names, *MASKS, *([REASONING] if reasons else []))
-
-
-def _turn(said: dict) -> Turn:
-    names = _names(said)
-    role, content = SHAREGPT.get(said[names[0]], said[names[0]]), text_of(said[names[1]])
-    thought = said[REASONING].strip("\n") if REASONING in names else ""
-    if thought and is_text(content) and content.strip():
-        content = f"<think>\n{thought}\n</think>\n\n" + content.lstrip("\n")
-    return Turn(role, content, all(said.get(mask) != 0 for mask in MASKS))
-
-
-def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
+def _messages_of_prompt(prompt: str, answer: str) -> list[dict[str, str]]:
     if not prompt.startswith("\n\nHuman:"):
-        return [Turn(USER, prompt), Turn(ASSISTANT, answer)]
+        return _pair(prompt, answer)
     _, *parts = re.split(r"\n\n(Human|Assistant):", prompt)  # "Human", its text, "Assistant", ...
     # In rm-static a prompt ends with "Assistant:"; the answer is in another field.
     if parts[-2] == "Assistant" and not parts[-1].strip():
         parts = parts[:-2]
-    roles = {"Human": USER, "Assistant": ASSISTANT}
-    pairs = zip(parts[::2], parts[1::2], strict=True)
-    turns = [Turn(roles[speaker], text.strip()) for speaker, text in pairs]
-    return [*turns, Turn(ASSISTANT, answer.strip())]
+    said = zip([*parts[::2], ASSISTANT], [*parts[1::2], answer], strict=True)
+    return [{"from": speaker.lower(), "value": text.strip()} for speaker, text in said]
+
+
+def _turn(said: dict) -> tuple[Turn, tuple[str, ...]]:
+    """Return the turn of a message, and the keys that were read: of the role, of the content, and
+    others. Raises TypeError, KeyError or AttributeError if this is no message."""
+    # In a Parquet file with both formats, the keys of the unused format are null.
+    names = ("role", "content") if said.get("from") is None else ("from", "value")
+    role, content = said[names[0]], text_of(said[names[1]])
+    role, keys, weights = SHAREGPT.get(role, role), (*names, *MASKS), [*map(said.get, MASKS)]
+    if any(weight not in (None, 0, 1) for weight in weights):
+        raise TypeError("a weight that is not 0 or 1")
+    if role == ASSISTANT and is_text(said.get(REASONING)):
+        keys += (REASONING,)
+        thought = said[REASONING].strip("\n")
+        if thought and is_text(content) and content.strip():
+            content = f"<think>\n{thought}\n</think>\n\n" + content.lstrip("\n")
+    return Turn(role, content, 0 not in weights), keys
 
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
