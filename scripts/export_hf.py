@@ -4,6 +4,7 @@ python -m scripts.export_hf out/runs/NAME out/hf/NAME
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from lm.common.atomic import new_folder
@@ -23,10 +24,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--overwrite", action="store_true", help="replace an older export in OUT")
     args = parser.parse_args(argv)
 
-    from lm.formats.hugging_face import is_export, write_model, write_tokenizer  # slow import
+    from lm.formats.hugging_face import MARK, write_model, write_tokenizer  # slow import
+    from lm.formats.portable import has_setting
     from lm.storage.weights import load_trained
 
-    with new_folder(args.out, "export", is_export, args.overwrite) as folder:
+    with new_folder(args.out, "export", partial(has_setting, MARK), args.overwrite) as folder:
         trained = load_trained(args.run)
         model, tokenizer = trained.model, trained.tokenizer
         write_model(folder, model, tokenizer, args.dtype)

@@ -99,5 +99,5 @@ def test_a_truncated_or_missing_weights_file_is_refused(saved, share):
     (saved / WEIGHTS_FILE).unlink()
     if share is not None:
         (saved / WEIGHTS_FILE).write_bytes(data[: int(share * len(data))])
-    with pytest.raises(ConfigError, match=f"{saved}: no readable weights"):
+    with pytest.raises(ConfigError, match=f"{saved / WEIGHTS_FILE}: no readable weights"):
         load_portable(saved)

@@ -30,8 +30,6 @@ from lm.data.tokenizer import MARKERS_FILE, Tokenizer
 
 # A run folder has this file if its model was trained on conversations in this template.
 TEMPLATE_FILE = "chat_template.jinja"
-# In MARKERS_FILE of an imported model: the tokens that its own template may name.
-TEMPLATE_TOKENS = "template_tokens"
 # llama.cpp without its Jinja interpreter recognises the template by the text
 # "bos_token + message['role']" in it.
 JINJA_TURN = "{{ bos_token + message['role'] + '\\n' + message['content'] + eos_token + '\\n' }}"
@@ -57,7 +55,7 @@ class JinjaTemplate:
     def __init__(self, source: str, tokenizer_json: str):
         self.source = source
         markers = json.loads(Path(tokenizer_json).with_name(MARKERS_FILE).read_text("utf-8"))
-        tokens = markers.get(TEMPLATE_TOKENS, markers).items()  # each a text, or has a "content"
+        tokens = markers.items()  # each a text, or has a "content"
         self.tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in tokens}
         self._tokenizer = tokenizers.Tokenizer.from_file(tokenizer_json)
         self._tokenizer.no_truncation()

@@ -17,7 +17,26 @@ MODEL_TYPES = {
     (True, False): ("qwen2_moe", "Qwen2MoeForCausalLM"),
     (True, True): ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-# Settings of rope_type "llama3": our names → Hugging Face's.
+# Settings of a model, of its experts, and of rope_type "llama3": our names → Hugging Face's.
+SETTINGS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "max_seq_len": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+}
+EXPERTS = {
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "moe_hidden_dim": "moe_intermediate_size",
+    "norm_topk_prob": "norm_topk_prob",
+}
 SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -34,40 +53,24 @@ def config_json_of(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> di
         rope["rope_type"] = "llama3"
     rope["rope_theta"] = config.rope_theta
     model_type, architecture = MODEL_TYPES[config.use_moe, config.qk_norm]
-    values = {
+    names = SETTINGS | (EXPERTS if config.use_moe else {})
+    values = {theirs: getattr(config, ours) for ours, theirs in names.items()} | {
         "model_type": model_type,
         "architectures": [architecture],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden_dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_seq_len,
-        "rope_theta": config.rope_theta,
         "rope_parameters": rope,
         "rope_scaling": rope if config.rope_scaling else None,
-        "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         "dtype": dtype,
         "torch_dtype": dtype,
     }
     if config.use_moe:
-        values |= {
-            "num_experts": config.n_routed_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-            "moe_intermediate_size": config.moe_hidden_dim,
-            "shared_expert_intermediate_size": 0,
-            "norm_topk_prob": config.norm_topk_prob,
-            "router_aux_loss_coef": config.router_aux_loss,
-            "qkv_bias": False,
-        }
+        values["shared_expert_intermediate_size"] = 0
+        values["router_aux_loss_coef"] = config.router_aux_loss
+        values["qkv_bias"] = False
     return values
 
 
@@ -97,40 +100,35 @@ def read_config_json(folder: Path) -> LMConfig:
     if model_type not in READABLE:
         readable = ", ".join(READABLE)
         raise WeightsError(f"{folder}: model_type is {model_type!r}, only {readable} can be read")
-    is_minimind = model_type == "minimind"
     rope = (values.get("rope_parameters") or {}) | (values.get("rope_scaling") or {})
     rope_type = rope.get("type") or rope.get("rope_type", "default")  # "type" is the old name
     for name, allowed in COMPUTED.items():
         value = (values | {"rope_type": rope_type}).get(name, allowed[0])
         if value not in allowed:
             raise WeightsError(f"{folder}: {name} is {value!r}, which this model cannot compute")
-    scaling = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
-    config = {
-        "dim": values.get("hidden_size"),
-        "n_layers": values.get("num_hidden_layers"),
-        "n_heads": values.get("num_attention_heads"),
-        "n_kv_heads": values.get("num_key_value_heads") or values.get("num_attention_heads"),
-        "vocab_size": values.get("vocab_size"),
-        # transformers' default: for other models, hidden_size divided by the number of heads
-        "head_dim": values.get("head_dim") or (128 if model_type == "qwen3" else None),
-        "hidden_dim": values.get("intermediate_size", 11008),
-        "norm_eps": values.get("rms_norm_eps", 1e-6),
-        "rope_theta": rope.get("rope_theta") or values.get("rope_theta", 10000.0),
-        "rope_scaling": scaling if rope_type == "llama3" else None,
-        "max_seq_len": values.get("max_position_embeddings", 2048),
-        "tie_embeddings": values.get("tie_word_embeddings", is_minimind),
-        # Earlier models of MiniMind have the same model_type, but n_routed_experts.
-        "qk_norm": model_type.startswith("qwen3") or (is_minimind and "num_experts" in values),
+    given = {name: value for name, value in values.items() if value is not None}
+    is_minimind = model_type == "minimind"
+    defaults = {  # of transformers, or of MiniMind
+        "num_key_value_heads": given.get("num_attention_heads"),
+        "head_dim": 128 if model_type == "qwen3" else None,  # None: hidden_size / number of heads
+        "intermediate_size": 11008,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": is_minimind,
+        "num_experts": given.get("n_routed_experts") or given.get("num_local_experts"),
+        "norm_topk_prob": is_minimind,
     }
-    if model_type.endswith("_moe") or values.get("use_moe"):
-        hidden_dim = values.get("moe_intermediate_size") or config["hidden_dim"]
-        names = ("n_routed_experts", "num_experts", "num_local_experts")
-        config |= {
-            "use_moe": True,
-            "n_routed_experts": next((values[name] for name in names if values.get(name)), None),
-            "num_experts_per_tok": values.get("num_experts_per_tok"),
-            "n_shared_experts": values.get("n_shared_experts") or 0,
-            "moe_hidden_dim": hidden_dim,
-            "norm_topk_prob": values.get("norm_topk_prob", is_minimind),
-        }
+    has_experts = model_type.endswith("_moe") or bool(given.get("use_moe"))
+    names = SETTINGS | (EXPERTS if has_experts else {})
+    config = {ours: (defaults | given).get(theirs) for ours, theirs in names.items()}
+    scaling = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
+    config |= {
+        "rope_theta": rope.get("rope_theta") or config["rope_theta"],
+        "rope_scaling": scaling if rope_type == "llama3" else None,
+        # Earlier models of MiniMind have the same model_type, but n_routed_experts.
+        "qk_norm": model_type.startswith("qwen3") or (is_minimind and "num_experts" in given),
+        "use_moe": has_experts,
+        "n_shared_experts": given.get("n_shared_experts", 0) if has_experts else 0,
+    }
     return build_config(config, folder)

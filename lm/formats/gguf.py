@@ -13,7 +13,7 @@ from lm.common.errors import UsageError
 from lm.data.chat_template import PLAIN_JINJA
 from lm.data.tokenizer import JsonTokenizer, Tokenizer
 from lm.formats.tokenizer_json import read_exact
-from lm.formats.weight_layout import their_name, their_rows
+from lm.formats.weight_layout import OUR_ORDER, reordered, their_name
 from model.config import LMConfig
 from model.rotary import rotary_frequencies
 from model.transformer import Transformer
@@ -32,7 +32,7 @@ def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> Non
     for ours, parameter in model.named_parameters():
         values = parameter.detach()
         if config.qk_norm:  # llama.cpp rotates a Qwen3's channels as transformers does
-            values = their_rows(config, ours, values)
+            values = reordered(config, ours, values, OUR_ORDER)
         values = values.numpy()
         name = names.get_name(their_name(ours), try_suffixes=(".weight",))
         stored_as = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else wanted.upper()]

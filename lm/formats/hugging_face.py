@@ -21,8 +21,8 @@ from lm.formats.portable import (
     save_tensors,
     write_json,
 )
-from lm.formats.tokenizer_json import convert, exported_jinja, read_exact, without_escapes
-from lm.formats.weight_layout import our_rows, our_weights, to_hugging_face
+from lm.formats.tokenizer_json import convert, exported_jinja, read_exact, remove_escapes
+from lm.formats.weight_layout import THEIR_ORDER, our_weights, reordered, to_hugging_face
 from model.config import LMConfig
 from model.transformer import Transformer
 
@@ -47,10 +47,8 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / name).exists():
             return [folder / name]
         if (index := folder / f"{name}.index.json").exists():
-            named = read_json(index).get("weight_map")
-            if not isinstance(named, dict) or not named:
-                raise WeightsError(f"{index}: has no weight_map, which names the shards")
-            return [folder / shard for shard in sorted(set(map(str, named.values())))]
+            named = read_json(index).get("weight_map", {})  # weight → shard
+            return [folder / shard for shard in sorted(set(named.values()))]
     missing = f"no {WEIGHTS_FILE}, and no {WEIGHTS_FILE}.index.json that names shards"
     raise WeightsError(f"{folder}: {missing}: download the whole folder")
 
@@ -60,7 +58,7 @@ def read_hugging_face(folder: Path) -> dict[str, Tensor]:
     config = read_config_json(folder)
     parts = chain(*(load_tensors(file).items() for file in weight_files(folder)))
     found = our_weights(parts, str(folder))
-    weights = {name: our_rows(config, name, weight) for name, weight in found.items()}
+    weights = {name: reordered(config, name, x, THEIR_ORDER) for name, x in found.items()}
     output = weights.get("output.weight") if config.tie_embeddings else None
     if output is not None and not torch.equal(output, weights.get("tok_embeddings.weight", output)):
         raise WeightsError(f"{folder}: config.json ties the embeddings, but lm_head differs")
@@ -68,11 +66,6 @@ def read_hugging_face(folder: Path) -> dict[str, Tensor]:
 
 
 MARK = "exported_by"  # this key in config.json allows --overwrite to replace the folder
-
-
-def is_export(folder: Path) -> bool:
-    """Return True for a folder that scripts.export_hf wrote."""
-    return (folder / CONFIG_FILE).exists() and MARK in read_json(folder / CONFIG_FILE)
 
 
 def write_model(folder: Path, model: Transformer, tokenizer: Tokenizer, dtype: str) -> None:
@@ -98,16 +91,16 @@ def write_model(folder: Path, model: Transformer, tokenizer: Tokenizer, dtype: s
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
     """Write tokenizer.json and its settings for transformers. `chat` adds the chat template.
     Raises UsageError if no tokenizer.json can give equal ids."""
+    file = folder / TOKENIZER_JSON
     if isinstance(tokenizer, JsonTokenizer):
-        content = Path(tokenizer.path).read_text(encoding="utf-8")
-        written = without_escapes(content) if chat else content
-        (folder / TOKENIZER_JSON).write_text(written, encoding="utf-8")
+        shutil.copyfile(tokenizer.path, file)
+        converted = tokenizers.Tokenizer.from_file(tokenizer.path)
         theirs = tokenizer.chat_template  # it may name more tokens
         markers = theirs.tokens if theirs else read_markers(tokenizer.path)
         prefix = {}
     else:
-        converted = convert(tokenizer, chat)
-        converted.save(str(folder / TOKENIZER_JSON))
+        converted = convert(tokenizer)
+        converted.save(str(file))
         shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
         markers = {
             "bos_token": converted.id_to_token(tokenizer.bos_id),
@@ -122,8 +115,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         markers = {"pad_token": markers.get("unk_token", markers["eos_token"])} | markers
     write_json(folder / "special_tokens_map.json", markers)
     if chat:
-        known = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
-        added = known.get_added_tokens_decoder().values()
+        remove_escapes(converted)
+        converted.save(str(file))
+        added = converted.get_added_tokens_decoder().values()
         template = exported_jinja(token.content for token in added if token.special)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged

@@ -3,6 +3,7 @@
 No code from a file is run: the readers are safetensors, JSON and torch.load(weights_only=True).
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,11 +11,10 @@ from torch import Tensor
 
 from lm.common.atomic import new_folder
 from lm.common.errors import UsageError
-from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, TEMPLATE_TOKENS
+from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE
 from lm.data.tokenizer import (
     MARKERS_FILE,
     TOKENIZER_FILE,
-    TOKENIZER_FILES,
     TOKENIZER_JSON,
     copy_tokenizer,
     open_tokenizer,
@@ -23,12 +23,11 @@ from lm.data.tokenizer import (
 from lm.formats.config_json import read_config_json
 from lm.formats.hugging_face import read_hugging_face
 from lm.formats.portable import (
-    CONFIG_FILE,
     GENERATION_FILE,
-    WEIGHTS_FILE,
     WeightsError,
     build_config,
     end_ids,
+    has_setting,
     load_tensors,
     read_json,
     require_fit,
@@ -37,7 +36,7 @@ from lm.formats.portable import (
     write_json,
 )
 from lm.formats.tokenizer_json import is_ours, restore
-from lm.formats.weight_layout import our_rows, our_weights
+from lm.formats.weight_layout import THEIR_ORDER, our_weights, reordered
 from model.config import LMConfig
 
 # These settings do not follow from the weights. Defaults in Meta's code of Llama 1 and 2:
@@ -47,39 +46,33 @@ EXPERTS = {"norm_topk_prob": True}  # MiniMind's
 
 
 def import_weights(
-    source: Path, out: Path, *, tokenizer: Path | None = None, overwrite: bool = False, **settings
+    source: Path, out: Path, *, tokenizer: Path | None = None, overwrite: bool = False, **flags
 ) -> str:
     """Convert weights of another program to portable weights; return a summary for the user.
 
     Args:
         tokenizer: file or folder of a tokenizer; None: the one next to the weights, if any.
-        settings: `n_heads`, `num_experts_per_tok` and the keys of DEFAULTS, for a state dict; None
-            means not given. A folder's config.json sets all of them but max_seq_len.
+        flags: `n_heads`, `num_experts_per_tok` and the keys of DEFAULTS; None means not given. They
+            must not contradict `source`, except max_seq_len.
 
     Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced."""
-    if not source.exists():
-        raise UsageError(f"{source}: no such file or folder")
-    given = {name: value for name, value in settings.items() if value is not None}
-    with new_folder(out, "import", is_import, overwrite) as folder:
+    given = {name: value for name, value in flags.items() if value is not None}
+    with new_folder(out, "import", partial(has_setting, "n_layers"), overwrite) as folder:
+        assumed = {}
         if source.is_dir():
-            assumed = {}
-            if extra := given.keys() - {"max_seq_len"}:
-                raise UsageError(f"leave out --{min(extra)}: {source / CONFIG_FILE} sets it")
-            config = build_config(read_config_json(source).to_dict() | given, source)
-            weights = read_hugging_face(source)
+            said, weights = read_config_json(source).to_dict(), read_hugging_face(source)
+            config = build_config(said | given, source)
         else:
             content, said = _state_dict(source)
             weights = our_weights(content.items(), str(source))
-            for name in said.keys() & given.keys() - {"max_seq_len"}:
-                if said[name] != given[name]:
-                    raise UsageError(f"drop --{name}: {source} or params.json says {said[name]}")
-            given = said | given
             assumed = DEFAULTS | (NORMED if any("q_norm" in name for name in weights) else {})
             assumed |= EXPERTS if any(".experts." in name for name in content) else {}
-            assumed = {name: value for name, value in assumed.items() if name not in given}
-            config = _config_from_shapes(weights, assumed | given, source)
-            if any(".self_attn." in name for name in content):  # Hugging Face's order of rows
-                weights = {name: our_rows(config, name, x) for name, x in weights.items()}
+            config = _config_from_shapes(weights, assumed | said | given, source)
+            if any(".self_attn." in name for name in content):  # Hugging Face's names
+                weights = {x: reordered(config, x, weights[x], THEIR_ORDER) for x in weights}
+        for name in said.keys() & given.keys() - {"max_seq_len"}:
+            if said[name] != given[name]:
+                raise UsageError(f"drop --{name}: the settings of {source} say {said[name]}")
         require_fit(without_memory(config), weights, str(source))
         names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
         save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
@@ -91,10 +84,11 @@ def import_weights(
             if not restore(path, folder / TOKENIZER_FILE):
                 copy_tokenizer(open_tokenizer(path).path, folder)
         copied += _copy_template(source, path.parent, folder)
-        ends = end_ids(source) if source.is_dir() else set()
+        ends = end_ids(source)
         known = {open_tokenizer(folder).eos_id} if tokenizer_in(folder).exists() else set()
         if len(ends | known) > 1:
             write_json(folder / GENERATION_FILE, {"eos_token_id": sorted(ends)})
+    assumed = assumed.keys() - (said | given)
     shown = (
         f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed)}"
         for name in ("n_heads", *DEFAULTS, *(EXPERTS if config.use_moe else ()))
@@ -114,8 +108,7 @@ def _copy_template(source: Path, beside: Path, folder: Path) -> str:
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         names = read_json(beside / MARKERS_FILE).items()  # which templates may use
         tokens = {name: token for name, token in names if name.endswith("_token") and token}
-        markers = read_json(folder / MARKERS_FILE)
-        write_json(folder / MARKERS_FILE, markers | {TEMPLATE_TOKENS: tokens})
+        write_json(folder / MARKERS_FILE, tokens)
     return ""
 
 
@@ -131,14 +124,6 @@ def _template(folder: Path) -> str | None:
     if isinstance(found, list):
         found = {each["name"]: each["template"] for each in found}.get("default")
     return found
-
-
-def is_import(folder: Path) -> bool:
-    """Return True for a folder of portable weights, perhaps with tokenizer and chat template."""
-    names = {path.name for path in folder.iterdir()}
-    known = {CONFIG_FILE, GENERATION_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
-    others = names - known
-    return CONFIG_FILE in names and not others and "n_layers" in read_json(folder / CONFIG_FILE)
 
 
 def _state_dict(path: Path) -> tuple[dict, dict]:

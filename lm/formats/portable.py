@@ -74,7 +74,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         return dict(torch.load(path, "cpu", weights_only=True))
     except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{path.parent}: no readable weights ({error})") from error
+        raise WeightsError(f"{path}: no readable weights ({reason(error)})") from error
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle can raise any exception
@@ -85,6 +85,11 @@ def load_config(folder: Path) -> LMConfig:
     """Read config.json of a folder. Raises WeightsError if it is missing or damaged."""
     path = folder / CONFIG_FILE
     return build_config(read_json(path), path)
+
+
+def has_setting(name: str, folder: Path) -> bool:
+    """Return True for a folder whose CONFIG_FILE has this setting."""
+    return (folder / CONFIG_FILE).exists() and name in read_json(folder / CONFIG_FILE)
 
 
 def end_ids(folder: Path) -> set[int]:

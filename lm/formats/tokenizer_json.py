@@ -44,12 +44,11 @@ MARKERS = {UNK_ID: Piece.UNKNOWN, BOS_ID: Piece.CONTROL, EOS_ID: Piece.CONTROL}
 PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
 
 
-def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
+def convert(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """Convert a tokenizer. The result puts <s> before a text.
     With add_special_tokens=False and encode_special_tokens=True (transformers:
     split_special_tokens) it returns the same ids and texts as `tokenizer`, except for invalid
-    UTF-8. With `chat`, it removes the escapes of `exported_jinja` from a text. Raises UsageError
-    if the ids could differ."""
+    UTF-8. Raises UsageError if the ids could differ."""
     model = read_exact(tokenizer)
     vocabulary = {written(piece): id for id, piece in enumerate(model.pieces)}
     scores = {written(p): p.score for p in model.pieces if p.type == Piece.NORMAL}
@@ -57,7 +56,7 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
     converted = tokenizers.Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges(scores), byte_fallback=True, unk_token=unknown)
     )
-    before = [normalizers.Replace(ESCAPE, "")] if chat else []
+    before = []
     after = [decoders.ByteFallback(), decoders.Fuse()]
     if model.normalizer_spec.add_dummy_prefix:  # in the tokenizers of Llama 1 and 2
         before.append(normalizers.Replace(tokenizers.Regex(PREFIXED), " "))
@@ -105,8 +104,10 @@ def restore(tokenizer_json: Path, out: Path) -> bool:
     saved.no_padding()
     saved.no_truncation()
     with suppress(UsageError):  # SentencePiece or `convert` refuses the model
-        tokenizer = Tokenizer(out)
-        if any(convert(tokenizer, chat).to_str() == saved.to_str() for chat in (False, True)):
+        converted = convert(Tokenizer(out))
+        plain = converted.to_str()
+        remove_escapes(converted)
+        if saved.to_str() in (plain, converted.to_str()):
             return True
     out.unlink()
     return False
@@ -132,13 +133,11 @@ def is_ours(template: str) -> bool:
     return plain == PLAIN_JINJA
 
 
-def without_escapes(tokenizer_json: str) -> str:
-    """Return a tokenizer.json that also removes the escapes of `exported_jinja` from a text."""
-    settings = json.loads(tokenizer_json)
-    steps = [{"type": "Replace", "pattern": {"String": ESCAPE}, "content": ""}]
-    steps += [old] if (old := settings.get("normalizer")) else []
-    settings["normalizer"] = {"type": "Sequence", "normalizers": steps}
-    return json.dumps(settings, ensure_ascii=False)
+def remove_escapes(tokenizer: tokenizers.Tokenizer) -> None:
+    """Make a tokenizer remove the escapes of `exported_jinja` from a text."""
+    old = [tokenizer.normalizer] if tokenizer.normalizer else []
+    steps = [normalizers.Replace(ESCAPE, ""), *old]
+    tokenizer.normalizer = normalizers.Sequence(steps)
 
 
 def read_exact(tokenizer: Tokenizer) -> ModelProto:

@@ -16,13 +16,11 @@ from torch import Tensor
 from lm.formats.portable import WeightsError
 from model.config import LMConfig
 
-# Names of weights: ours (as in Llama's own release) → Hugging Face's.
-OUTER = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-IN_LAYER = {
+# Names of modules, without the layer: ours (as in Llama's own release) → Hugging Face's.
+NAMES = {
+    "tok_embeddings": "embed_tokens",
+    "norm": "norm",
+    "output": "lm_head",
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -36,28 +34,27 @@ IN_LAYER = {
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.router": "mlp.gate",
 }
+OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
+PARTS = re.compile(r"(layers\.\d+\.)?(.*?)(\.weight)?", re.DOTALL)  # of names without PREFIX
+# What other programs put before names: DDP, torch.compile, AutoModelForCausalLM (not AutoModel).
+PREFIX = re.compile(r"^(module\.|_orig_mod\.|transformer\.|model\.)+")
+EXPERT = re.compile(r"\.(shared_)?experts\.(\d+)")  # in names of an expert's matrices
+# Tables of positions and masks, which some programs save with the weights.
+TABLE = re.compile(
+    r"(^|\.)(inv_freq|rope\.freqs|freqs_(cis|cos|sin)|pos_cis|(sin|cos)_cached|mask)$"
+)
+OUR_ORDER, THEIR_ORDER = (-1, 2), (2, -1)  # the head_dim rows of a head: pairs, or halves
 
 
-def reordered(config: LMConfig, name: str, weight: Tensor, *order: int) -> Tensor:
-    """Return a weight whose rows (the last two numbers of `order`: -1 and 2) are in the other order
-    (2 and -1), if `name`, ours, is that of a wq or wk, (heads · head_dim, dim), or of their norms,
-    (head_dim,), which all heads share. Our order is (heads, head_dim/2, 2), theirs (heads, 2,
-    head_dim/2)."""
+def reordered(config: LMConfig, name: str, weight: Tensor, order: tuple[int, int]) -> Tensor:
+    """Return a weight, whose rows are in `order`, with rows in the other order if `name`, ours, is
+    that of a wq or wk, (heads · head_dim, dim), or of their norms, (head_dim,), which all heads
+    share; other weights as they are."""
     of_layer = {"wq": config.n_heads, "wk": config.n_kv_heads, "q_norm": 1, "k_norm": 1}
     heads = of_layer.get(name.split(".")[-2])
     if not heads or weight.shape[:1] != (heads * config.head_dim,):  # another weight, a wrong shape
         return weight
     return weight.unflatten(0, (heads, *order)).transpose(1, 2).reshape_as(weight)
-
-
-def their_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
-    """Return our weight with rows in Hugging Face's order. `name` is our name of the weight."""
-    return reordered(config, name, weight, -1, 2)
-
-
-def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
-    """Return Hugging Face's weight with rows in our order. `name` is our name of the weight."""
-    return reordered(config, name, weight, 2, -1)
 
 
 def to_hugging_face(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -70,49 +67,30 @@ def to_hugging_face(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, T
             for i, matrix in enumerate(weight):
                 renamed[theirs.replace("mlp.", f"mlp.experts.{i}.")] = matrix
         else:
-            renamed[theirs] = their_rows(config, name, weight)
+            renamed[theirs] = reordered(config, name, weight, OUR_ORDER)
     return renamed
 
 
 def their_name(name: str) -> str:
     """Return Hugging Face's name of a weight."""
-    if layer := re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight)?", name):
-        return f"model.layers.{layer[1]}.{IN_LAYER[layer[2]]}.weight"
-    return OUTER[name]
-
-
-# What other programs put before names: DDP, torch.compile, AutoModelForCausalLM (not AutoModel).
-PREFIX = re.compile(r"^(module\.|_orig_mod\.|transformer\.|model\.)+")
-OUTER_NAMES = {PREFIX.sub("", theirs): ours for ours, theirs in OUTER.items()}
-INNER_NAMES = {theirs: ours for ours, theirs in IN_LAYER.items()}
+    layer, module, _ = PARTS.fullmatch(name).groups("")
+    return f"{'' if module == 'output' else 'model.'}{layer}{NAMES[module]}.weight"
 
 
 def our_name(name: str, source: str) -> str:
     """Return our name for `name`, which is Hugging Face's or ours. Raises WeightsError if there is
     none."""
-    core = PREFIX.sub("", name)
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight)?", core)
-    if core in OUTER or (layer and layer[2] in IN_LAYER):
-        return core
-    if layer and layer[3] and layer[2] in INNER_NAMES:
-        return f"layers.{layer[1]}.{INNER_NAMES[layer[2]]}.weight"
-    if core in OUTER_NAMES:
-        return OUTER_NAMES[core]
+    layer, module, end = PARTS.fullmatch(PREFIX.sub("", name)).groups("")
+    if module in NAMES and (layer or end):
+        return f"{layer}{module}{end}"
+    if module in OUR_NAMES and end:
+        return f"{layer}{OUR_NAMES[module]}{end}"
     why = "has no counterpart in this model"
     if "lora_" in name:
         why = "is an adapter: merge it into its base with merge_and_unload() of PEFT, and save that"
     elif not name.endswith((".weight", ".bias")) or "scale" in name:
         why = "is of a quantised model: import the model that is not quantised"
     raise WeightsError(f"{source}: {name} {why}")
-
-
-# Tables of positions and masks, which some programs save with the weights.
-TABLE = re.compile(
-    r"(^|\.)(inv_freq|rope\.freqs|freqs_(cis|cos|sin)|pos_cis|(sin|cos)_cached|mask)$"
-)
-
-
-EXPERT = re.compile(r"\.(shared_)?experts\.(\d+)")  # in names of an expert's matrices
 
 
 def our_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> dict[str, Tensor]:
@@ -122,8 +100,7 @@ def our_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> dict[str,
     for name, weight in weights:
         if not isinstance(weight, Tensor):
             raise WeightsError(f"{source}: {name} is not a tensor")
-        is_inert = not weight.numel() or name.endswith("shared_expert_gate.weight")
-        if TABLE.search(name) or is_inert:
+        if TABLE.search(name) or not weight.numel() or name.endswith("shared_expert_gate.weight"):
             continue
         ours = our_name(EXPERT.sub("", name), source)
         if ours in renamed:

@@ -69,9 +69,9 @@ class WeightsFolder:
                 raise UsageError(f"{name}: no checkpoint of this run has a validation loss")
         if (path / "weights").is_dir():
             path = path / "weights"
-        config = path / portable.CONFIG_FILE
-        if config.exists() or (path / portable.WEIGHTS_FILE).exists():
-            is_foreign = config.exists() and "model_type" in portable.read_json(config)
+        files = portable.CONFIG_FILE, portable.WEIGHTS_FILE
+        if any((path / name).exists() for name in files):
+            is_foreign = portable.has_setting("model_type", path)
             if is_foreign and not foreign:
                 raise UsageError(f"import {path}: python -m scripts.import_weights {path} OUT")
             return cls(path, tokenizer_in(path), is_foreign)
