@@ -11,6 +11,7 @@ import torch
 from conftest import error_of
 
 from lm.data.dataset import PackedDataset
+from lm.data.shards import CONVERSATIONS, TEXT
 from lm.engine.engine import Engine
 from lm.storage.folder import RunFolder
 from lm.training.arguments import TrainingArguments
@@ -28,9 +29,9 @@ NAN, INF = float("nan"), float("inf")
 class Sequences(PackedDataset):
     """Random sequences. In sequence i, only the first `counts[i]` targets count."""
 
-    def __init__(self, counts: list[int], every_target_counts: bool = True):
+    def __init__(self, counts: list[int]):
         self.counts, self.seq_len = counts, SEQ_LEN
-        self.every_target_counts = every_target_counts
+        self.kind = TEXT if counts == ALL else CONVERSATIONS
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -47,7 +48,7 @@ def run_of(accelerator, tmp_path):
     """Makes a Run of a tiny model on `Sequences`, as if `trained` of its 4 steps were done."""
     runs = []
 
-    def make(counts=ALL, every_target_counts: bool = True, trained: int = 0, **flags) -> Run:
+    def make(counts=ALL, trained: int = 0, **flags) -> Run:
         defaults = {"batch_size": BATCH, "accumulation_steps": ACCUMULATION, "warmup_steps": 2}
         defaults |= {"dtype": "float32", "log_interval": 1, "compile": "off", "log_with": "none"}
         args = TrainingArguments(**defaults | flags)
@@ -59,7 +60,7 @@ def run_of(accelerator, tmp_path):
             start=StartingPoint(RunFolder(tmp_path), state={"step": trained}),
             source=None,
             teacher=None,
-            train_set=Sequences(counts, every_target_counts),
+            train_set=Sequences(counts),
             val_set=None,
             config=config,
             shapes=shapes_of(config, args),
@@ -95,12 +96,9 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
     return torch.cat([tensor.flatten() for tensor in tensors]).norm().item()
 
 
-@pytest.mark.parametrize(
-    ("counts", "every_target_counts"),
-    [(ALL, True), ([8, 1, 0, 3, 8, 2], False), ([0, 0, 0, 0, 0, 1], False)],
-)
-def test_every_target_of_a_step_weighs_the_same(run_of, tmp_path, counts, every_target_counts):
-    run = run_of(counts, every_target_counts)
+@pytest.mark.parametrize("counts", [ALL, [8, 1, 0, 3, 8, 2], [0, 0, 0, 0, 0, 1]])
+def test_every_target_of_a_step_weighs_the_same(run_of, tmp_path, counts):
+    run = run_of(counts)
     batches = take(run, 1)
     accumulated = gradients(run)
     run.end(1, 1.0)
@@ -123,7 +121,7 @@ def test_muon_has_its_own_peak_learning_rate_and_the_schedule_of_adamw(run_of):
 
 
 def test_a_step_without_any_target_has_a_gradient_of_zero(run_of):
-    run = run_of([0] * len(ALL), every_target_counts=False)
+    run = run_of([0] * len(ALL))
     take(run, 1)
     assert run.update() == 0
 

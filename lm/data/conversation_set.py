@@ -22,7 +22,6 @@ class ConversationSet(TokenStream):
     out if no answer fits. Raises NothingFitsError if no conversation is left."""
 
     kind = CONVERSATIONS
-    every_target_counts = False
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         super().__init__(folder, split, seq_len)
@@ -47,12 +46,6 @@ class ConversationSet(TokenStream):
         self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
         self.n_left_out = self._part["documents"] - len(begins)
 
-    @property
-    def summary(self) -> str:
-        """A sentence for the log: how many conversations are used, cut and left out."""
-        used = f"{counted(len(self.lengths), CONVERSATIONS)} within {self.seq_len:,} tokens"
-        return f"{used}, {self.n_cut:,} of them cut after an answer; {self.n_left_out:,} left out"
-
     def __len__(self) -> int:
         return len(self._first)
 
@@ -76,9 +69,11 @@ class ConversationRows(ConversationSet):
 
     @property
     def summary(self) -> str:
-        """A sentence for the log: the conversations, and the rows that hold them."""
+        """How many conversations are used, cut and left out, and the rows that hold them."""
+        used = f"{counted(len(self.lengths), CONVERSATIONS)} within {self.seq_len:,} tokens"
+        cut = f"{self.n_cut:,} of them cut after an answer; {self.n_left_out:,} left out"
         full = self.tokens_per_sample / self.seq_len
-        return f"{super().summary}; packed into {counted(len(self), 'rows')}, {full:.1%} full"
+        return f"{used}, {cut}; packed into {counted(len(self), 'rows')}, {full:.1%} full"
 
     def __len__(self) -> int:
         return len(self._bounds) - 1

@@ -27,7 +27,6 @@ class TokenStream(Dataset):
     UsageError if the folder is damaged or holds another kind of data."""
 
     kind: str  # one of `shards.KINDS`
-    every_target_counts: bool  # True if no target is IGNORE_INDEX
     lengths: np.ndarray | None = None  # number of targets of each conversation; None: a text
     n_first: int = 0  # samples 0 to n_first - 1 are the first segmentation; 0: all are alike
     segmentations: int = 1  # ways in which the samples hold the same text
@@ -91,7 +90,6 @@ class PackedDataset(TokenStream):
     Raises NothingFitsError if the text is shorter than one sample."""
 
     kind = TEXT
-    every_target_counts = True
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         super().__init__(folder, split, seq_len)

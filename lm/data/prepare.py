@@ -139,8 +139,6 @@ class Preparation:
                 "kind": self.kind,
                 "dtype": dtype.str,
                 "vocab_size": tokenizer.vocab_size,
-                "bos_id": tokenizer.bos_id,
-                "eos_id": tokenizer.eos_id,
                 "tokenizer_sha256": tokenizer_hash(tokenizer.path),
                 **self._write_splits(folder, dtype, encoded, progress),
                 "prepared_from": made_from,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lm.common.errors import UsageError, reported
 from lm.data.dataset import WithNoise
 from lm.data.order import MicroBatchSampler
-from lm.data.shards import TEXT
+from lm.data.shards import CONVERSATIONS, TEXT
 from lm.data.tokenizer import open_tokenizer
 from lm.engine.compilation import why_not_compile
 from lm.engine.engine import Engine
@@ -120,7 +120,7 @@ class Run:
         self._reduction = ExitStack()  # under ZeRO-2, what reduces the gradients once per step
         self.samples_per_step = args.global_batch(engine.processes)
         self._batches = read_batches(inputs, engine)
-        if not train_set.every_target_counts:  # else the weights stay 1
+        if train_set.kind == CONVERSATIONS:  # in a text every target counts, the weights stay 1
             self._batches = with_weights(self._batches, args.accumulation_steps, engine)
         self.log = TrainingLog(inputs, self.accelerator, name)
         if start.checkpoint:
