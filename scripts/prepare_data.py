@@ -9,7 +9,6 @@ lm/data/conversations.py describes the formats of conversations.
 import argparse
 import os
 import time
-from functools import partial
 from pathlib import Path
 
 from lm.common.atomic import one_at_a_time
@@ -139,12 +138,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     if args.text_column and all(suffix_of(path) in UNSTRUCTURED for path in made.files):
         raise UsageError(f"{args.data} has no columns: leave out --text_column")
-    find = partial(made.found_in, args.out, args.reuse, args.overwrite)
-    if found := find():
-        print_result(args.out, found)
-        return
-    with one_at_a_time(args.out):
-        found = find()  # another process may have prepared the data in the meantime
+    with one_at_a_time(args.out):  # the other process may have prepared the data meanwhile
+        found = made.found_in(args.out, args.reuse, args.overwrite)
         if not found:
             start = time.perf_counter()
             # The built-in conversations use only a part of their source.
@@ -152,13 +147,9 @@ def main(argv: list[str] | None = None) -> None:
             with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
                 description = made.write(args.out, bar.update)
             found = report(description, made, time.perf_counter() - start)
-        print_result(args.out, found)
-
-
-def print_result(out: Path, found: str) -> None:
-    """Print the result and, before anybody trains on the data, what its tokenizer excludes."""
-    warning = export_warning(out)
-    print(f"{out}: {found}" + (f"\n  {warning}" if warning else ""))
+    # Before anybody trains on the data, say what its tokenizer excludes.
+    warning = export_warning(args.out)
+    print(f"{args.out}: {found}" + (f"\n  {warning}" if warning else ""))
 
 
 if __name__ == "__main__":

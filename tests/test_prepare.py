@@ -21,6 +21,7 @@ from test_tokenizer_json import changed, set_field
 from lm.common.errors import UsageError
 from lm.data import encoding, shards
 from lm.data import prepare as module
+from lm.data.conversations import Turn, encode_conversation
 from lm.data.dataset import PackedDataset
 from lm.data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, hash_of, split_at_random, ways_to_split
 from lm.data.shards import read_description
@@ -296,6 +297,59 @@ def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
     assert 10_000 < sum(len(text.encode()) for text in taken) < 40_000
     a, b, c = Counter(text[0] for text in taken).values()
     assert min(a, b, c) > max(a, b, c) / 2
+
+
+def chat(i: int) -> list[Turn]:
+    """Return conversation number i, with one to three questions. All conversations differ."""
+    more = [Turn("user", f"{i} + {i}?\n"), Turn("assistant", f" {i} 第 {2 * i}")]
+    return [Turn("user", f"1 + {i}?"), Turn("assistant", f"{1 + i}"), *more * (i % 3)]
+
+
+CHATS = [chat(i) for i in range(300)]
+
+
+def write_chats(path: Path, change=lambda turns: turns) -> Path:
+    rows = [change([turn._asdict() for turn in turns]) for turns in CHATS]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return path
+
+
+def test_conversations_are_stored_with_their_answers(packed, tmp_path, monkeypatch):
+    """numpy reads the files, so that a fault of this project's reader cannot hide."""
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
+    # A last question without an answer is not stored.
+    path = write_chats(tmp_path / "a.jsonl", lambda turns: [*turns, turns[0]])
+    how = {"kind": "conversations", "tokenizer": str(packed), "val_fraction": 0, "workers": 2}
+    out = pack(path, tmp_path / "out", **how)
+    tokenizer, tokens, positions = Tokenizer(out / "tokenizer.model"), [], []
+    for turns in CHATS:
+        ids, answers = encode_conversation(tokenizer, turns)
+        positions += [[len(tokens) + at for at in (0, *answer)] for answer in answers]
+        tokens += ids[: answers[-1][1]]
+    description = read_description(out)
+    part = description["splits"]["train"]
+    assert stream(out, "train").tolist() == tokens
+    found = np.fromfile(out / part["answers"]["file"], "<i8").reshape(-1, 3)
+    assert found.tolist() == positions
+    assert (description["kind"], part["documents"]) == ("conversations", len(CHATS))
+    assert part["answers"]["count"] == len(positions)
+    assert part["answers"]["tokens"] == sum(end - begin for _, begin, end in positions)
+    said = [turn.content for turns in CHATS for turn in turns[1::2]]
+    assert part["bytes"] == sum(len(text.encode()) for text in said)
+
+
+def test_answers_with_weight_0_do_not_change_the_split(packed, tmp_path):
+    """Only the last answer of each conversation keeps its weight."""
+    last = write_chats(
+        tmp_path / "b.jsonl", lambda turns: [*({"weight": 0} | t for t in turns[:-1]), turns[-1]]
+    )
+    how = {"kind": "conversations", "tokenizer": str(packed)}
+    a = pack(write_chats(tmp_path / "a.jsonl"), tmp_path / "a", **how)
+    b = pack(last, tmp_path / "b", **how)
+    for split, n in (("train", 270), ("val", 30)):
+        assert stream(a, split).tolist() == stream(b, split).tolist()
+        documents = read_description(b)["splits"][split]["documents"]
+        assert documents == pytest.approx(n, abs=15)
 
 
 @pytest.mark.parametrize(

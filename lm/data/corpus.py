@@ -208,14 +208,12 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_FIELD)
     # Invalid UTF-8 is kept here, so that `decode` can report its line number.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        header = file.readline()
-        named = SEPARATOR.fullmatch(header)  # then the header is the next line
-        delimiter = named[1] if named else _delimiter(path, header, column)
-        rows = csv.reader(
-            file if named else chain([header], file), strict=True, delimiter=delimiter
-        )
+        header, first = file.readline(), 0  # `first`: lines before the header
+        delimiter = _delimiter(path, header, column)
+        if named := SEPARATOR.fullmatch(header):
+            delimiter, header, first = named[1], file.readline(), 1
+        rows = csv.reader(chain([header], file), strict=True, delimiter=delimiter)
         columns = next(rows, None) or [column]  # an empty file has no documents
-        first = 1 if named else 0  # lines before the header
         title = ",".join(columns).encode(errors="surrogateescape")
         decode(Record(path, f"{path}, line {first + 1}", title))
         _known_columns(path, (column,), columns)

@@ -32,6 +32,7 @@ from lm.data.corpus import (
     find_splits,
     parse,
     read_records,
+    suffix_of,
     text_size,
 )
 from lm.data.encoding import Document, Encoded, documents_in, encode_batch, encoders
@@ -296,8 +297,7 @@ def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
     """Return the folder for prepared data: out/data/ and the data's name without its suffix.
     A hash of `flags` follows if there are flags. Conversations have "-chat" at the end."""
     name = Path(data).resolve().name if data != BUILTIN else BUILTIN
-    for suffix in sorted(SUFFIXES, key=len, reverse=True):
-        name = name[: -len(suffix)] if name.lower().endswith(suffix) else name
+    name = name[: len(name) - len(suffix_of(name))]
     if words := flags.split():
         name += "-" + hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
     return Path("out/data") / (name if kind == TEXT else f"{name}-chat")
