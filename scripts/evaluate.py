@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from lm.engine.zero_inference import config_of_launch, load_divided
     from lm.evaluation.scoring import build_scorer  # importing torch takes seconds
-    from lm.evaluation.tasks import check_flags, detect_task, evaluate, report
+    from lm.evaluation.tasks import detect_task, evaluate, report
     from lm.storage.find import data_of
     from lm.storage.weights import WeightsFolder, load_trained
 
@@ -65,7 +65,6 @@ def main(argv: list[str] | None = None) -> None:
         if not results:  # the first model decides the data and the task for all models
             args.data = args.data or data_of(trained.folder)
             args.task = args.task or detect_task(args.data, args.text_column)
-            check_flags(args)
         scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)
         results.append(evaluate(args, trained, scorer) | {"zero_stage": 3 if zero else None})
         scorer.accelerator.print(f"{report(results[-1])}\n")

@@ -194,8 +194,8 @@ def test_the_first_line_or_row_decides_the_task(content, text_column, task, tmp_
         ("--delimiter :", "--delimiter is for --task choice"),
         ("--json /nowhere/x.json", "--json /nowhere/x.json: no file can be written there"),
         ("--data /nowhere", "/nowhere: no such file or folder"),
-        ("--data CORPUS --split val --task conversations", "--split is for a prepared folder"),
-        ("--data CORPUS --task packed", "--task packed is for a prepared folder"),
+        ("--data CORPUS --split val --task conversations", "no prepared data here"),
+        ("--data CORPUS --task packed", "no prepared data here"),
         (f"--data CORPUS --stride {SEQ_LEN + 1}", f"skips tokens: pass at most {SEQ_LEN}"),
     ],
 )
@@ -221,15 +221,6 @@ def test_data_of_another_tokenizer_is_refused(refused, packed, tmp_path):
     content = json.loads(description.read_text(encoding="utf-8")) | {"tokenizer_sha256": "0"}
     description.write_text(json.dumps(content), encoding="utf-8")
     assert "other has another tokenizer" in refused("--data", tmp_path / "other")
-
-
-def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(refused, monkeypatch):
-    """With --cpu, or with neither --multi_gpu nor DeepSpeed, `accelerate launch` ignores
-    --num_processes on a CPU. It then sets the variables that this test sets."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert "pass --multi_gpu" in refused()
 
 
 def test_weights_without_a_run_need_data_and_broken_weights_are_an_error(refused, packed, tmp_path):

@@ -15,7 +15,6 @@ from lm.data.dataset import next_tokens
 from lm.data.tokenizer import Tokenizer
 from lm.evaluation.scoring import Row, ratio
 
-# The form of a line in a .jsonl file
 FORM = '{"question": text, "choices": [two or more texts], "answer": number from 0, or "A", "B" …}'
 
 

@@ -49,16 +49,6 @@ TASKS_OF = {  # flag → tasks that accept it
 }
 
 
-def check_flags(args: Namespace) -> None:
-    """Raise UsageError if a flag does not apply to this task or this data."""
-    for name, tasks in TASKS_OF.items():
-        if getattr(args, name) is not None and args.task not in tasks:
-            raise UsageError(f"--{name} is for --task {' or '.join(tasks)}, not {args.task}")
-    if (args.split is not None or args.task == "packed") and not is_prepared(args.data):
-        flag = "--split" if args.split is not None else "--task packed"
-        raise UsageError(f"{flag} is for a prepared folder, not for {args.data}")
-
-
 def is_prepared(data: str) -> bool:
     """Return True for a folder that scripts.prepare_data has written."""
     return (Path(data) / DESCRIPTION_FILE).exists()
@@ -88,7 +78,11 @@ def detect_task(data: str, text_column: str | None = None) -> str:
 
 
 def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
-    """Score a model; return metrics and settings. Raises UsageError if data or weights are bad."""
+    """Score a model; return metrics and settings. Raises UsageError if data or weights are bad, or
+    a flag does not apply to this task or this data."""
+    for name, tasks in TASKS_OF.items():
+        if getattr(args, name) is not None and args.task not in tasks:
+            raise UsageError(f"--{name} is for --task {' or '.join(tasks)}, not {args.task}")
     began = time.perf_counter()
     rows, total, facts = to_score(args, trained)
     is_main = scorer.accelerator.is_main_process
@@ -115,7 +109,7 @@ def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
 def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | None, dict]:
     """Return the rows to score, their number (None if unknown), and facts for the result. The
     counts in the facts are complete after the last row."""
-    if is_prepared(args.data):
+    if args.split or args.task == "packed" or is_prepared(args.data):
         return prepared(args, trained)
     tokenizer, seq_len = trained.tokenizer, trained.model.config.max_seq_len
     (split, files), is_chat = split_to_score(args.data), args.task == "conversations"

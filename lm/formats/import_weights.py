@@ -115,10 +115,7 @@ def _copy_template(source: Path, beside: Path, folder: Path) -> str:
 def _template(folder: Path) -> str | None:
     """Return the chat template in a folder, if any; of several, the default."""
     if (file := folder / TEMPLATE_FILE).exists():  # newer versions of transformers write it
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise WeightsError(f"{file}: not valid UTF-8") from error
+        return file.read_text(encoding="utf-8")
     markers = folder / MARKERS_FILE
     found = read_json(markers).get("chat_template") if markers.exists() else None
     if isinstance(found, list):
@@ -144,12 +141,11 @@ def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) 
     """Return a config from shapes and `settings`. Raises WeightsError if they fit no Llama."""
     router = weights.get("layers.0.feed_forward.router")
     w1 = "feed_forward.w1.weight" if router is None else "feed_forward.w1"  # (experts, rows, cols)
-    in_block = ("attention.wq.weight", "attention.wk.weight", w1)
-    needed = ["tok_embeddings.weight", *(f"layers.0.{name}" for name in in_block)]
-    for name in needed:
-        if name not in weights or weights[name].dim() < 2:
-            raise WeightsError(f"{path}: not a Llama: {name} is missing or not a matrix")
-    embedding, wq, wk, w1 = (weights[name] for name in needed)
+    in_block = (f"layers.0.{name}" for name in ("attention.wq.weight", "attention.wk.weight", w1))
+    found = [weights.get(name) for name in ("tok_embeddings.weight", *in_block)]
+    if any(weight is None or weight.dim() < 2 for weight in found):
+        raise WeightsError(f"{path}: not a Llama: a matrix of its first layer is missing")
+    embedding, wq, wk, w1 = found
     q_norm = weights.get("layers.0.attention.q_norm.weight")
     if q_norm is not None and 0 < q_norm.numel() < len(wq):  # else the heads are not separate
         settings = {"n_heads": len(wq) // q_norm.numel()} | settings
@@ -174,6 +170,6 @@ def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) 
         if "num_experts_per_tok" not in settings:
             problem = f"{path} does not say how many experts a token uses"
             raise UsageError(f"{problem}: pass --num_experts_per_tok (minimind-3-moe has 1)")
-        config |= {"use_moe": True, "n_routed_experts": len(router), "moe_hidden_dim": w1.shape[1]}
+        config |= {"use_moe": True, "n_routed_experts": len(router)}
         config["n_shared_experts"] = len(w1) - len(router)
     return build_config(config | settings, path)

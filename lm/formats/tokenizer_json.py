@@ -22,14 +22,7 @@ from tokenizers import decoders, models, normalizers, processors
 from lm.common.errors import UsageError
 from lm.data.chat_template import JINJA_TURN, PLAIN_JINJA
 from lm.data.tokenizer import SPACE_SYMBOL, TOKENIZER_FILE, Tokenizer, tokenizer_in
-from lm.data.tokenizer_training import (
-    BOS_ID,
-    EOS_ID,
-    NORMALIZER,
-    RESERVED_PIECES,
-    TRAINER,
-    UNK_ID,
-)
+from lm.data.tokenizer_training import NORMALIZER, RESERVED_PIECES, TRAINER
 
 # transformers also looks for markers in a user's text. `exported_jinja` therefore puts these two
 # noncharacters into the name of a marker, and the exported tokenizer.json removes them. If a text
@@ -37,8 +30,8 @@ from lm.data.tokenizer_training import (
 ESCAPE = "\ufdd0\ufdd1"
 Piece = ModelProto.SentencePiece.Type
 # The first pieces of every model that lm/data/tokenizer_training.py writes.
-RESERVED = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-MARKERS = {UNK_ID: Piece.UNKNOWN, BOS_ID: Piece.CONTROL, EOS_ID: Piece.CONTROL}
+RESERVED = {"<unk>": Piece.UNKNOWN, "<s>": Piece.CONTROL, "</s>": Piece.CONTROL}
+RESERVED |= {f"<0x{byte:02X}>": Piece.BYTE for byte in range(256)}
 # lm/data/tokenizer.py encodes the parts between literal U+2581 one by one, so SentencePiece adds
 # its dummy prefix, a space, to each part. This pattern matches the start of each part.
 PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
@@ -88,18 +81,15 @@ def restore(tokenizer_json: Path, out: Path) -> bool:
         return False
     ids = saved.get_vocab(with_added_tokens=False)
     pieces = sorted(ids, key=ids.get)
-    if pieces[:RESERVED_PIECES] != RESERVED:
+    if pieces[:RESERVED_PIECES] != [*RESERVED]:
         return False
     trainer = TrainerSpec(model_type=TrainerSpec.BPE, vocab_size=len(pieces), **TRAINER)
     normalizer = NormalizerSpec(name="identity", precompiled_charsmap=b"", **NORMALIZER)
     model = ModelProto(trainer_spec=trainer, normalizer_spec=normalizer)
-    types = dict.fromkeys(range(RESERVED_PIECES), Piece.BYTE) | MARKERS
-    for id, piece in enumerate(pieces):
-        if id in types:
-            model.pieces.add(piece=piece, score=0, type=types[id])
-        else:
-            score = -float(id - RESERVED_PIECES)
-            model.pieces.add(piece=piece.replace(" ", SPACE_SYMBOL), score=score)
+    for piece, kind in RESERVED.items():
+        model.pieces.add(piece=piece, score=0, type=kind)
+    for rank, piece in enumerate(pieces[RESERVED_PIECES:]):
+        model.pieces.add(piece=piece.replace(" ", SPACE_SYMBOL), score=-float(rank))
     out.write_bytes(model.SerializeToString())
     saved.no_padding()
     saved.no_truncation()
