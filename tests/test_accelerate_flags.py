@@ -108,13 +108,13 @@ def test_without_bf16_the_default_precision_is_fp32(file):
 
 
 def test_the_start_of_a_run_says_how_a_file_is_read(file):
-    zero = {"stage": 2, "stage3_max_live_parameters": 1e7, "sub_group_size": 1e9}
+    zero = {"stage": 2, "stage3_max_live_parameters": 1e7, "zero_hpz_partition_size": 2}
     sections = scheduler("WarmupLR", warmup_num_steps=20) | {"bfloat16": {"enabled": "auto"}}
     path = file(zero_optimization=zero, **sections)
     assert reading_notes({"deepspeed": path}) == (
         f'{path}: "bfloat16" is read as "bf16"; WarmupLR is --lr_schedule constant '
         "--warmup_steps 20, and its warm-up is linear here; at stage 2 these have no effect: "
-        "stage3_max_live_parameters, sub_group_size"
+        "stage3_max_live_parameters, zero_hpz_partition_size"
     )
     assert reading_notes({"deepspeed": file()}) is None
     assert reading_notes({}) is None

@@ -109,7 +109,6 @@ def test_auto_sizes_become_deepspeeds_defaults_or_depend_on_the_model(config, ac
         ("zero_optimization.overlap_com", "auto", '"zero_optimization.overlap_com": "auto" is not'),
         ("communication_data_type", "int4", "int4"),
         ("zero_optimization.offload_param", {"device": "cpu"}, "at stage 2, only at 3"),
-        ("zero_optimization.zero_hpz_partition_size", 2, "zero_hpz_partition_size"),
         ("zero_optimization.offload_optimizer", {"device": "nvme"}, 'write "cpu"'),
         ("zero_optimization.offload_optimizer", {"device": "cpu", "ratio": 0.5}, '"ratio"'),
         ("bf16.check_grad_overflow", False, "NaN"),

@@ -92,8 +92,8 @@ def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device,
 
 def test_too_little_ram_for_offloaded_tensors_is_warned_of(run_of, monkeypatch):
     run = run_of(device="cuda", offload=True)
-    needed = estimate(run.engine.strategy, run.work).ram
-    for spare, warned in ((0, False), (-1, True)):
+    needed = int(estimate(run.engine.strategy, run.work).ram)
+    for spare, warned in ((1, False), (-1, True)):
         memory = {"cuda": 2**60, "cpu": needed + spare}
         monkeypatch.setattr(
             start_block, "available_memory", lambda device, n, m=memory: m[device.type]

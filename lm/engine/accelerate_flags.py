@@ -20,8 +20,12 @@ from lm.engine.deepspeed_config import (
     read_file,
     rename_old_keys,
     schedule_flags,
+    section_of,
 )
 
+# Keys of "zero_optimization" without effect at stages 1 and 2, beside "stage3_...".
+ONLY_STAGE_3 = ("sub_group_size", "leaf_module", "memory_efficient_linear")
+ONLY_STAGE_3 += ("override_module_apply", "zero_hpz_partition_size")
 # Flags that Accelerate's launcher decides by variables: flag, its name there, its type.
 NUMBERS = (
     ("accumulation_steps", "gradient_accumulation_steps", int),
@@ -64,7 +68,7 @@ def with_accelerate_flags(
     if "max_steps" in decided and "epochs" in typed:
         raise UsageError(f"--epochs contradicts {decided['max_steps'][1]}: leave it out")
     settings = (saved or {}) | {name: value for name, (value, _) in decided.items()} | typed
-    if file != "none" and (config.get("bf16") or {}).get("enabled") is False:
+    if file != "none" and section_of(config, "bf16.").get("enabled") is False:
         settings.setdefault("dtype", "float32")
     return settings
 
@@ -79,10 +83,10 @@ def reading_notes(typed: dict[str, Any]) -> str | None:
     if flags := schedule_flags(config, file):
         said = " ".join(f"--{name} {value}" for name, value in flags.items())
         notes.append(f"{config['scheduler']['type']} is {said}, and its warm-up is linear here")
-    if (config.get("bf16") or {}).get("enabled") is False:
+    if section_of(config, "bf16.").get("enabled") is False:
         notes.append('"bf16" is off, so the default of --dtype is float32')
     zero = config["zero_optimization"]
-    idle = [key for key in zero if key.startswith("stage3_") or key == "sub_group_size"]
+    idle = [key for key in zero if key.startswith("stage3_") or key in ONLY_STAGE_3]
     if idle and zero.get("stage") in (1, 2):
         notes.append(f"at stage {zero['stage']} these have no effect: {', '.join(idle)}")
     return f"{file}: {'; '.join(notes)}" if notes else None

@@ -15,12 +15,8 @@ import hjson  # DeepSpeed requires it
 
 from lm.common.errors import UsageError, reason
 
-# Keys of "zero_optimization" for which "auto" means DeepSpeed's default.
-BY_DEFAULT = (
-    "reduce_bucket_size allgather_bucket_size overlap_comm stage3_prefetch_bucket_size "
-    "stage3_gather_16bit_weights_on_model_save stage3_max_live_parameters "
-    "stage3_max_reuse_distance sub_group_size"
-)
+# Keys of "zero_optimization" for which "auto" means DeepSpeed's default, beside "stage3_...".
+BY_DEFAULT = ("reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "sub_group_size")
 # The key of "zero_optimization" whose "auto" `Engine.fit_to` replaces.
 BY_WIDTH = "stage3_param_persistence_threshold"
 ADAM_EPS = 1e-8
@@ -58,16 +54,11 @@ REFUSED = {
     "zero_quantized_nontrainable_weights cpu_offload cpu_offload_param cpu_offload_use_pin_memory",
     "zero_optimization.offload_optimizer.": "super_offload",
 }
-# Keys that need stage 3. At stage 1 and 2, "sub_group_size" and keys that begin with "stage3_" are
-# accepted, because guides use one dictionary for all stages; they have no effect.
-ONLY_STAGE_3 = (
-    "leaf_module memory_efficient_linear offload_param override_module_apply "
-    "zero_hpz_partition_size"
-)
-# Names whose values are sections, each after the section in which it is. null means no section.
+# Prefixes of all sections whose keys are read here, each after the section in which it is.
 SECTIONS = (
-    "aio bf16 bfloat16 fp16 data_types flops_profiler timers optimizer optimizer.params scheduler "
-    "scheduler.params zero_optimization.offload_optimizer zero_optimization.offload_param"
+    "aio. bf16. bfloat16. fp16. data_types. flops_profiler. timers. optimizer. optimizer.params. "
+    "scheduler. scheduler.params. zero_optimization.offload_optimizer. "
+    "zero_optimization.offload_param."
 )
 # DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → --lr_schedule.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -89,33 +80,31 @@ def read_config(path: str) -> dict:
 
 def read_file(path: str) -> dict:
     """Return a file's contents as they are. DeepSpeed reads its files with hjson too, which allows
-    comments and trailing commas. See `read_config` for "none" and errors."""
+    comments and trailing commas. Here null means that the key is missing. See `read_config` for
+    "none" and errors."""
     if path == "none":
         from accelerate.utils import DeepSpeedPlugin  # importing it takes seconds
 
         return DeepSpeedPlugin().deepspeed_config
 
-    def without_duplicates(pairs: list[tuple]) -> dict:
+    def as_section(pairs: list[tuple]) -> dict:
         if twice := [key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n])]:
             raise UsageError(f'DeepSpeed file {path}: keep only one "{twice[0]}"')
-        return dict(pairs)
+        return {key: value for key, value in pairs if value is not None}
 
     try:
         text = Path(path).read_text(encoding="utf-8")
-        config = hjson.loads(text, object_pairs_hook=without_duplicates)
+        config = hjson.loads(text, object_pairs_hook=as_section)
     except UsageError:
         raise
     except (OSError, ValueError) as error:
         raise UsageError(f"DeepSpeed file {path}: no readable JSON ({reason(error)})") from error
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         raise UsageError(f'DeepSpeed configuration {path}: needs a "zero_optimization" section')
-    for name in SECTIONS.split():
-        parent, key = section_of(config, name), name.rpartition(".")[2]
-        if (value := parent.pop(key, None)) is not None:
-            parent[key] = value
-            if not isinstance(value, dict):
-                said = f'"{name}" must be a section in braces, not {json.dumps(value)}'
-                raise UsageError(f"{path}: {said}")
+    for prefix in SECTIONS.split():
+        if not isinstance(value := section_of(config, prefix), dict):
+            said = f'"{prefix[:-1]}" must be a section in braces, not {json.dumps(value)}'
+            raise UsageError(f"{path}: {said}")
     return config
 
 
@@ -147,16 +136,13 @@ def resolve(config: dict, args, world_size: int, source: str) -> dict:
     Raises UsageError with a list of all contradictions, keys without effect and other problems."""
     config = json.loads(json.dumps(config))  # a copy
     config.pop("scheduler", None)  # see `schedule_flags`
-    zero = config["zero_optimization"]
-    problems = refuse_keys(config)
-    problems += _fill_by_flags(config, args, world_size)
+    problems = [*_fill_by_flags(config, args, world_size), *problems_of(config)]
     if args.optimizer == "muon":
         problems += _use_muon(config)
-    problems += refusals_of_deepspeed(config)
     if problems:
         raise UsageError(f'{source}: {"; ".join(problems)} ("auto" takes the flag\'s value)')
     if world_size == 1:  # nothing to overlap; "overlap_comm" would make DeepSpeed wait for the GPU
-        zero["overlap_comm"] = False
+        config["zero_optimization"]["overlap_comm"] = False
     # DeepSpeed's throughput timer would wait for the GPU at every forward pass.
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     has_compiler = shutil.which("ninja") and shutil.which("c++")
@@ -167,22 +153,33 @@ def resolve(config: dict, args, world_size: int, source: str) -> dict:
     return config
 
 
-def refuse_keys(config: dict) -> list[str]:
-    """Return a message for every problem of keys or stage; delete the keys that are refused."""
-    problems = []
-    for prefix in REFUSED | KNOWN:
-        section = section_of(config, prefix)
-        refused = REFUSED.get(prefix, "").split() or {*section} - {*KNOWN[prefix].split()}
-        for key in sorted(refused):
-            if not _is_off(section.pop(key, None)):
-                problems.append(f'remove "{prefix}{key}": not supported here (docs/engines.md)')
-    return [*problems, *_check_stage(config)]
+def problems_of(config: dict) -> Iterator[str]:
+    """Yield a message for every problem of a configuration without "auto", except BY_WIDTH's.
+    Delete keys that are not supported."""
+    yield from _refuse_keys(config)
+    yield from _check_stage(config)
+    yield from _refusals_of_deepspeed(config)
+
+
+def _refuse_keys(config: dict, prefix: str = "") -> Iterator[str]:
+    """Delete the unsupported keys of a section and of the sections in it. Yield a message for each
+    of them, unless it is switched off, and for each "auto"."""
+    refused, known = REFUSED.get(prefix, "").split(), KNOWN.get(prefix)
+    for key, value in sorted(config.items()):
+        if key in refused or (known and key not in known.split()):
+            del config[key]
+            if not _is_off(value):
+                yield f'remove "{prefix}{key}": not supported here (docs/engines.md)'
+        elif isinstance(value, dict):
+            yield from _refuse_keys(value, f"{prefix}{key}.")
+        elif value == "auto" and key != BY_WIDTH:
+            yield f'"{prefix}{key}": "auto" is not replaced by a flag here, write a value'
 
 
 def section_of(config: dict, prefix: str) -> dict:
     """Return the section of a prefix such as "fp16.", {} if missing; "" is the whole file."""
     for name in prefix.split(".")[:-1]:
-        config = config.get(name) or {}
+        config = config.get(name, {})
     return config
 
 
@@ -198,6 +195,7 @@ def _check_stage(config: dict) -> Iterator[str]:
     """Yield a message for every problem with the stage of ZeRO, offloading or NVMe folders."""
     zero = config["zero_optimization"]
     stage = zero.get("stage")
+    parameters, optimizer = (offload_device(config, what) for what in ("param", "optimizer"))
     if stage not in (1, 2, 3):
         no_file = "leave out the file, or set ENGINE=ddp" if stage == 0 else "not " + repr(stage)
         yield f'"zero_optimization.stage" must be 1, 2 or 3: {no_file}'
@@ -205,21 +203,17 @@ def _check_stage(config: dict) -> Iterator[str]:
         yield '"device": "nvme" needs "nvme_path", a folder'
     if section_of(config, "zero_optimization.offload_optimizer.").get("ratio", 1) != 1:
         yield 'remove "ratio" of "offload_optimizer": checkpoints would miss optimizer state'
-    if stage not in (1, 2):
-        if offload_device(config, "param") == "nvme" and zero.get("stage3_max_reuse_distance", 1):
-            yield 'parameters on NVMe need "stage3_max_reuse_distance": 0'
-        return
-    for key in ONLY_STAGE_3.split():
-        if not _is_off(zero.get(key)) and (key, zero[key]) != ("zero_hpz_partition_size", 1):
-            yield f'remove "zero_optimization.{key}": it does nothing at stage {stage}, only at 3'
-    if offload_device(config, "optimizer") == "nvme":
+    if stage == 3 and parameters == "nvme" and zero.get("stage3_max_reuse_distance", 1):
+        yield 'parameters on NVMe need "stage3_max_reuse_distance": 0'
+    if stage in (1, 2) and parameters:
+        yield f'remove "offload_param": it does nothing at stage {stage}, only at 3'
+    if stage in (1, 2) and optimizer == "nvme":
         yield f'"offload_optimizer" at stage {stage} takes no "nvme": write "cpu", or use stage 3'
 
 
-def _fill_by_flags(config: dict, args, world_size: int) -> list[str]:
-    """Fill "auto" and missing values from the flags; return a message for every problem.
+def _fill_by_flags(config: dict, args, world_size: int) -> Iterator[str]:
+    """Fill "auto" and missing values from the flags; yield a message for every problem.
     Accelerate would leave some values out, and clip gradients at 1.0 whatever the flags say."""
-    problems = []
     batch = "--batch_size × --accumulation_steps × processes"
     wanted = {  # key → (where its value comes from, value)
         "train_micro_batch_size_per_gpu": ("--batch_size", args.batch_size),
@@ -231,9 +225,9 @@ def _fill_by_flags(config: dict, args, world_size: int) -> list[str]:
     }
     if "optimizer" in config:  # DeepSpeed has two names for AdamW
         if config["optimizer"].setdefault("type", "AdamW") not in ("Adam", "AdamW"):
-            problems.append('the optimizer must be Adam or AdamW; or remove "optimizer"')
+            yield 'the optimizer must be Adam or AdamW; or remove "optimizer"'
         if config["optimizer"].get("params", {}).get("adam_w_mode") is False:
-            problems.append('remove "adam_w_mode": false, which is not the weight decay of AdamW')
+            yield 'remove "adam_w_mode": false, which is not the weight decay of AdamW'
         wanted |= {
             "optimizer.params.lr": ("--learning_rate", args.learning_rate),
             "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
@@ -247,17 +241,13 @@ def _fill_by_flags(config: dict, args, world_size: int) -> list[str]:
             section = section.setdefault(parent, {})
         given, section[name] = section.get(name, "auto"), value
         if given not in ("auto", value):
-            problems.append(f'"{key}" is {json.dumps(given)}, but {flag} gives {json.dumps(value)}')
-    zero = config["zero_optimization"]
-    for key in BY_DEFAULT.split():
-        if zero.get(key) == "auto":
-            del zero[key]
+            yield f'"{key}" is {json.dumps(given)}, but {flag} gives {json.dumps(value)}'
     if config["bf16"].get("check_grad_overflow") is False:
-        problems.append('remove "check_grad_overflow": false, it would let NaN into the weights')
-    for key in _autos(config):
-        if key != f"zero_optimization.{BY_WIDTH}":
-            problems.append(f'"{key}": "auto" is not replaced by a flag here, write a value')
-    return problems
+        yield 'remove "check_grad_overflow": false, it would let NaN into the weights'
+    zero = config["zero_optimization"]
+    for key in [key for key in zero if zero[key] == "auto" and key != BY_WIDTH]:
+        if key in BY_DEFAULT or key.startswith("stage3_"):
+            del zero[key]
 
 
 def flags_of_config(config: dict, source: str) -> dict[str, Any]:
@@ -265,7 +255,7 @@ def flags_of_config(config: dict, source: str) -> dict[str, Any]:
     and --dtype if it switches a precision on. Raises UsageError as `schedule_flags` does."""
     flags = schedule_flags(config, source)
     for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if isinstance(found := config.get(section), dict) and found.get("enabled") is True:
+        if section_of(config, f"{section}.").get("enabled") is True:
             return flags | {"dtype": dtype}
     return flags
 
@@ -305,10 +295,9 @@ def schedule_flags(config: dict, source: str) -> dict[str, Any]:
     return flags
 
 
-def offload_device(config: dict | None, what: str) -> str | None:
+def offload_device(config: dict, what: str) -> str | None:
     """Return where `what` ("optimizer" or "param") is offloaded to: "cpu", "nvme" or None."""
-    zero = config["zero_optimization"] if config else {}
-    device = (zero.get(f"offload_{what}") or {}).get("device", "none")
+    device = section_of(config, f"zero_optimization.offload_{what}.").get("device", "none")
     return None if device == "none" else device
 
 
@@ -319,7 +308,7 @@ def nvme_folders(config: dict) -> set[str | None]:
     return {zero[f"offload_{what}"].get("nvme_path") for what in on_nvme}
 
 
-def refusals_of_deepspeed(config: dict) -> Iterator[str]:
+def _refusals_of_deepspeed(config: dict) -> Iterator[str]:
     """Yield a one-line message if DeepSpeed rejects the configuration."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
@@ -339,12 +328,3 @@ def _use_muon(config: dict) -> Iterator[str]:
         yield '--optimizer muon cannot be offloaded: remove "offload_optimizer"'
     config.pop("optimizer", None)
     config["zero_allow_untested_optimizer"] = True
-
-
-def _autos(config: dict, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted name of every value that is still "auto"."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _autos(value, f"{prefix}{key}.")
-        elif value == "auto":
-            yield prefix + key

@@ -111,7 +111,7 @@ def build_engines(models: Sequence) -> list[Engine]:
     args, has_gpu = models[0], torch.cuda.is_available()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     check_precision(args, has_gpu)
-    _check_launch(args, deepspeed)
+    _check_launch(deepspeed)
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
     if not has_gpu:
         keep_freed_memory()
@@ -227,29 +227,16 @@ def check_precision(args, has_gpu: bool) -> None:
         raise UsageError(f"--tf32 is for --dtype float32, not {args.dtype}")
 
 
-def _check_launch(args, deepspeed: bool) -> None:
+def _check_launch(deepspeed: bool) -> None:
     """Raise UsageError if a setting of the launcher would be ignored, or if GPUs are missing."""
-    _check_flag("GRADIENT_ACCUMULATION_STEPS", args.accumulation_steps, "--accumulation_steps")
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     if deepspeed and wants_cpu:
         raise UsageError("ACCELERATE_USE_CPU or --cpu switches DeepSpeed off: leave it out")
     if wants_cpu and "MASTER_PORT" in os.environ and "RANK" not in os.environ:
         raise UsageError("accelerate launch --cpu starts one process: pass --multi_gpu (DDP)")
-    if deepspeed and "RANK" not in os.environ:
-        raise UsageError("DeepSpeed without a launcher: use accelerate launch, or --deepspeed")
     processes, gpus = processes_here(), torch.cuda.device_count()
     if torch.cuda.is_available() and processes > gpus:
         raise UsageError(f"{processes} processes for {gpus} GPUs: start {gpus} on each machine")
-
-
-def _check_flag(name: str, value, source: str) -> None:
-    """Raise UsageError if the launcher's variable "ACCELERATE_" + `name` differs from `value`.
-    `source` names the flag or file of `value`. "no" and "none", the defaults, are accepted."""
-    launched = os.environ.get(f"ACCELERATE_{name}", "auto")
-    same = launched in ("auto", "none", "no", str(value))
-    if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
-        flag = name.removeprefix("DEEPSPEED_").lower()
-        raise UsageError(f"the launcher says --{flag} {launched}, but {source} gives {value}")
 
 
 def deepspeed_plugin(args, n_models: int = 1) -> DeepSpeedPlugin:
@@ -257,23 +244,24 @@ def deepspeed_plugin(args, n_models: int = 1) -> DeepSpeedPlugin:
     Training flags replace "auto". Raises UsageError if settings are invalid or contradictory."""
     file = file_of(args.deepspeed)
     source = "accelerate launch" if file == "none" else file
+    config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
+    strategy = strategy_of(config)
+    for name, value in (
+        ("zero_stage", str(strategy.stage)),
+        ("offload_optimizer_device", strategy.optimizer_on),
+        ("offload_param_device", strategy.parameters_on),
+    ):
+        launched = os.environ.get(f"ACCELERATE_DEEPSPEED_{name.upper()}", "none")
+        if launched not in ("none", value):
+            raise UsageError(f"the launcher says --{name} {launched}, but {source} gives {value}")
+    if file == "none":  # else Accelerate refuses these keys of the launcher's YAML
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # "auto" is not a number
+    if strategy.stage == 3 and n_models > 1:  # else ZeRO-3 replaces the linear function of all
+        config["zero_optimization"]["memory_efficient_linear"] = False
+    steps, clip = args.accumulation_steps, config["gradient_clipping"]
     try:
-        config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
-        if file == "none":  # else Accelerate refuses these keys of the launcher's YAML
-            os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-        os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # "auto" is not a number
-        strategy = strategy_of(config)
-        clip = config["gradient_clipping"]
-        _check_flag("GRADIENT_CLIPPING", clip, "--grad_clip")
-        _check_flag("DEEPSPEED_ZERO_STAGE", strategy.stage, source)
-        _check_flag("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", strategy.optimizer_on, source)
-        _check_flag("DEEPSPEED_OFFLOAD_PARAM_DEVICE", strategy.parameters_on, source)
-        if strategy.stage == 3 and n_models > 1:  # else ZeRO-3 replaces the linear function of all
-            config["zero_optimization"]["memory_efficient_linear"] = False
-        steps = args.accumulation_steps
         return DeepSpeedPlugin(config, gradient_accumulation_steps=steps, gradient_clipping=clip)
-    except UsageError:
-        raise
     except (ValueError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"Accelerate rejects {source}: {reason}") from error

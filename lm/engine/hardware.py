@@ -168,14 +168,14 @@ def available_memory(device: torch.device, processes: int) -> int:
     return free // processes_here(processes) + mine.rss - getattr(mine, "shared", 0)
 
 
-def keep_freed_memory() -> bool:
-    """Make glibc's allocator keep freed memory; return False if this is not possible.
+def keep_freed_memory() -> None:
+    """Make glibc's allocator, if there is one, keep freed memory.
     By default glibc gives large blocks back to the system. Each page of the next block then causes
     a page fault. On a CPU page faults took a third of a step or more (docs/performance.md)."""
     libc = ctypes.CDLL(None)
-    if sys.platform != "linux" or not hasattr(libc, "gnu_get_libc_version"):
-        return False
-    return all(libc.mallopt(name, value) for name, value in KEEP_FREED.items())
+    if hasattr(libc, "gnu_get_libc_version"):
+        for name, value in KEEP_FREED.items():
+            libc.mallopt(name, value)
 
 
 def processes_here(otherwise: int = 1) -> int:

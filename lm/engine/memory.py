@@ -60,13 +60,13 @@ class Workload:
 class Estimate(NamedTuple):
     """Bytes of one process. `held` and `working` are on its GPU, or in RAM without a GPU."""
 
-    held: int  # weights, gradients and optimizer state, and the weights of a teacher
-    working: int  # the peak of activations, logits and buffers
-    ram: int  # offloaded to RAM, and RAM that buffers parameters on NVMe
-    nvme: int  # offloaded to NVMe
+    held: float  # weights, gradients and optimizer state, and the weights of a teacher
+    working: float  # the peak of activations, logits and buffers
+    ram: float  # offloaded to RAM, and RAM that buffers parameters on NVMe
+    nvme: float  # offloaded to NVMe
 
     @property
-    def peak(self) -> int:
+    def peak(self) -> float:
         return self.held + self.working
 
 
@@ -105,12 +105,7 @@ def estimate(strategy: Strategy, work: Workload) -> Estimate:
             working += h * _gathered(engine, work.teacher)
         place = GPU if work.on_cpu else engine.parameters_on
         places[place] += h * work.teacher.num_parameters() * (share if engine.stage == 3 else 1)
-    return Estimate(
-        held=int(places[GPU]),
-        working=int(working),
-        ram=int(places[CPU]),
-        nvme=int(places[NVME]),
-    )
+    return Estimate(places[GPU], working, places[CPU], places[NVME])
 
 
 def _buffers(strategy: Strategy, work: Workload) -> float:
@@ -156,12 +151,10 @@ def _activations(strategy: Strategy, work: Workload) -> float:
         width, routed = n_used * config.moe_hidden_dim, 2 * h * n_used * config.dim
     feed_forward = (3 if compiled else 4) * h * width + routed  # w1 x, w3 x, product; 4th: silu
     scores = 0.0
-    if keeps_scores:  # softmax in fp32, a copy in 16 bits, masks of dropout
-        scores = config.n_heads * config.max_seq_len * (12 if config.dropout else 6)
+    if keeps_scores:  # softmax in fp32, a copy in 16 bits; 13: with all masks of dropout
+        scores = config.n_heads * config.max_seq_len * (13 if config.dropout else 6)
     elif work.on_cpu:  # blocks of 64 or more positions (model/cpu_attention.py)
         scores = config.n_heads * h * (config.max_seq_len + 64) / 2
-    if config.dropout:  # masks after attention and feed-forward
-        attention += 2 * h * config.dim
     block = 2 * norm + attention + scores + feed_forward
     kept = config.n_layers * block + norm  # with the final norm
     if work.args.gradient_checkpointing != "off":

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from lm.engine.deepspeed_config import offload_device, read_config
+from lm.engine.deepspeed_config import offload_device, read_config, section_of
 
 GPU, CPU, NVME = "gpu", "cpu", "nvme"  # where tensors can be
 # Engines in the order in which to try them: NAME of configs/NAME.yaml → DeepSpeed file.
@@ -51,7 +51,7 @@ def strategy_of(config: dict | None) -> Strategy:
     if config is None:
         return DDP
     zero = config["zero_optimization"]
-    sums = (config.get("data_types") or {}).get("grad_accum_dtype")
+    sums = section_of(config, "data_types.").get("grad_accum_dtype")
     return Strategy(
         stage=zero["stage"],
         optimizer_on=offload_device(config, "optimizer") or GPU,

@@ -135,14 +135,12 @@ class TrainingState:
         whole = {}
         for key, parameter, inside, part in self._shards(moments):
             shape = shape_of(parameter)
-            if self.zero:
-                joined = torch.zeros(shape.numel(), device=self.accelerator.device)
-                joined[inside] = part
-                if self.accelerator.num_processes > 1:
-                    torch.distributed.all_reduce(joined)
-                part = joined
+            joined = torch.zeros(shape.numel(), device=self.accelerator.device)
+            joined[inside] = part
+            if self.zero and self.accelerator.num_processes > 1:
+                torch.distributed.all_reduce(joined)
             if self.accelerator.is_main_process:
-                whole[key] = part.detach().view(shape).to("cpu", torch.float32, copy=True)
+                whole[key] = joined.view(shape).to("cpu", copy=True)
         return whole
 
     def _shards(self, moments: bool, writes: bool = False) -> Iterator[tuple]:
@@ -150,26 +148,17 @@ class TrainingState:
         The slice gives the elements of the flat parameter that this process holds. The view shares
         memory with the optimizer's tensor. The order is the same on all processes."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-
-        def flat(group: dict, tensor: Tensor) -> dict[str, Tensor]:
-            if not moments:
-                return {"": tensor.data.view(-1)}
-            kept = state_of(self.optimizer, group, tensor).items()
-            return {f".{key}": x.view(-1) for key, x in kept}
-
-        groups = self.optimizer.param_groups
-        if not self.zero:
-            for group in groups:
-                for p in group["params"]:
-                    for key, tensor in flat(group, p).items():
-                        yield names[id(p)] + key, p, slice(None), tensor
-            return
-        for partition in partitions(self.zero, self.accelerator.process_index, writes):
-            tensors = flat(groups[partition.group], partition.fp32)
+        rank = self.accelerator.process_index
+        for partition in partitions(self.zero or self.optimizer, rank, writes):
+            tensors = {"": partition.fp32.data}
+            if moments:
+                group = self.optimizer.param_groups[partition.group]
+                kept = state_of(self.optimizer, group, partition.fp32)
+                tensors = {f".{key}": tensor for key, tensor in kept.items()}
             for part in partition.parts:
                 for key, tensor in tensors.items():
-                    name = names[id(part.parameter)] + key
-                    yield name, part.parameter, part.in_parameter, tensor[part.in_partition]
+                    name, view = names[id(part.parameter)] + key, tensor.view(-1)
+                    yield name, part.parameter, part.in_parameter, view[part.in_partition]
 
 
 class Part(NamedTuple):
@@ -184,7 +173,7 @@ class Part(NamedTuple):
 class Partition(NamedTuple):
     """Weights of one parameter group that the optimizer of this process updates."""
 
-    fp32: Tensor  # (numel,)
+    fp32: Tensor  # (numel,), or a parameter
     parts: list[Part]  # one for each parameter, in the same order on every process
     group: int  # index in the optimizer's `param_groups`
 
@@ -202,14 +191,19 @@ def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContext
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None)
 
 
-def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
-    """Yield the partitions that this process updates. `zero` is DeepSpeed's optimizer. A partition
-    on NVMe is in memory until the next partition is requested. Set `writes` to change partitions:
-    under ZeRO-3 the new values are copied to the model, under ZeRO-1 and 2 they are not."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        yield from _of_zero_3(zero, rank, writes)
+def partitions(optimizer, rank: int, writes: bool = False) -> Iterator[Partition]:
+    """Yield the partitions that this process updates: those of DeepSpeed's wrapper of an optimizer,
+    or the whole parameters of PyTorch's optimizer. A partition on NVMe is in memory until the next
+    partition is requested. Set `writes` to change partitions: under ZeRO-3 the new values are
+    copied to the model, under ZeRO-1 and 2 they are not."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        yield from _of_zero_3(optimizer, rank, writes)
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        yield from _of_zero_1_and_2(optimizer, rank)
     else:
-        yield from _of_zero_1_and_2(zero, rank)
+        for index, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                yield Partition(p, [Part(p, slice(None), slice(None), split=False)], index)
 
 
 def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:

@@ -38,13 +38,11 @@ def inference_config(config: dict, source: str, dtype: str) -> dict:
     if deepspeed_config.offload_device(config, "param") == "nvme":
         raise UsageError(f"{source}: parameters on NVMe are supported only in training")
     zero = {key: v for key, v in config["zero_optimization"].items() if v != "auto"}
+    zero.pop("offload_optimizer", None)  # there is no optimizer
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if dtype != "float32":
         config[{"bfloat16": "bf16", "float16": "fp16"}[dtype]] = {"enabled": True}
-    problems = deepspeed_config.refuse_keys(config)
-    zero.pop("offload_optimizer", None)  # there is no optimizer
-    problems += deepspeed_config.refusals_of_deepspeed(config)
-    if problems:
+    if problems := [*deepspeed_config.problems_of(config)]:
         raise UsageError(f"{source}: {'; '.join(problems)}")
     return config
 
