@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 
 from lm.common.errors import UsageError
 
@@ -23,17 +22,6 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, **settings):
         super().__init__(formatter_class=HelpFormatter, **settings)
-
-    def parse_known_args(self, args=None, namespace=None):
-        """Accept a text that begins with a dash, such as --prompt -x, unless it looks like --x."""
-        args = list(sys.argv[1:] if args is None else args)
-        flags = self._option_string_actions
-        for i in reversed(range(len(args) - 1)):
-            flag, value = args[i : i + 2]
-            is_text = flag in flags and flags[flag].nargs is None and flags[flag].type is None
-            if is_text and re.match(r"-(?!-\w)", value) and value not in flags:
-                args[i : i + 2] = [f"{flag}={value}"]
-        return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
         if flag := re.fullmatch("argument (--\\w+): expected one argument", message):
