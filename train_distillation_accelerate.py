@@ -6,6 +6,8 @@ The loop differs from pretraining in two ways: the teacher (--teacher, by defaul
 pretraining run) also reads each micro-batch, and the loss also compares the models' logits.
 """
 
+import torch
+
 from lm.training.arguments import DistillationArguments
 from lm.training.distillation import distillation_loss
 from lm.training.run import Run
@@ -25,7 +27,8 @@ def train(run: Run) -> None:
         run.begin(step)  # learning rate
         for batch in run.micro_batches():
             with run.accumulate():
-                teacher_logits = run.teacher(batch.tokens, batch.starts)
+                with torch.no_grad():
+                    teacher_logits = run.teacher(batch.tokens, starts=batch.starts).logits
                 out = run.model(batch.tokens, starts=batch.starts)
                 loss, hard, soft, agreement = distillation_loss(
                     out.logits, teacher_logits, batch.targets, args, vocab_size, compiled

@@ -8,7 +8,7 @@ from small_model import opinionated
 from lm.common.errors import UsageError
 from lm.storage.folder import RunFolder
 from lm.training.arguments import SFTArguments, TrainingArguments, flags_of, parse_arguments
-from lm.training.prepared_data import prepared_data
+from lm.training.inputs import prepared_data
 from lm.training.starting_point import StartingPoint
 from model import ConfigError, LMConfig
 from model.lora import LoRA

@@ -2,6 +2,7 @@
 
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from lm.storage.checkpoint import damage, read_state, write_checkpoint
 from lm.storage.folder import RunFolder, step_of
 from lm.training import checkpoint_writer
 from lm.training.checkpoint_writer import Checkpointer, load_checkpoint
+from lm.training.log import StepClock
 from lm.training.loss_meter import LossMeter
+from lm.training.runs import Runs
 from model import ConfigError, LMConfig
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)
@@ -60,32 +63,43 @@ def sums_of(meter: LossMeter) -> dict[str, float]:
     return {name.removeprefix("log."): value.item() for name, value in meter.state().items()}
 
 
-def checkpointer_of(
-    run: RunFolder, value: float = 1.0, engine: Engine | None = None, keep_last=0, resumed_at=0
-) -> Checkpointer:
-    engine = engine or engine_of()
-    lines, meter = [], LossMeter(engine.accelerator)
-    meter.add(2.0, loss=torch.tensor(0.5))
-    meter.end_step(1.0)
-    log = SimpleNamespace(lines=lines, say=lines.append, meter=meter)
-    inputs = SimpleNamespace(
-        start=SimpleNamespace(folder=run, step=resumed_at),
-        args=SimpleNamespace(keep_last=keep_last),
-        shapes=SimpleNamespace(lora=None),
-        config=CONFIG,
-        identity=IDENTITY,
-    )
-    return Checkpointer(inputs, FakeState(value, engine), compiled=True, log=log)
+def runs_of(
+    *folders: RunFolder, value: float = 1.0, engine: Engine | None = None, keep_last=0
+) -> Runs:
+    """Make runs that can only be saved."""
+    engine, runs = engine or engine_of(), Runs(Mock())
+    for folder in folders:
+        lines, meter = [], LossMeter(engine.accelerator)
+        meter.add(2.0, loss=torch.tensor(0.5))
+        meter.end_step(1.0)
+        log = SimpleNamespace(lines=lines, say=lines.append, meter=meter, clock=StepClock())
+        inputs = SimpleNamespace(
+            start=SimpleNamespace(folder=folder),
+            shapes=SimpleNamespace(lora=None),
+            config=CONFIG,
+            identity=IDENTITY,
+        )
+        checkpointer = Checkpointer(inputs, FakeState(value, engine), compiled=True, log=log)
+        run = Mock(checkpointer=checkpointer, folder=folder, log=log, engine=engine, val_loss=None)
+        run.accelerator, run.args.keep_last = engine.accelerator, keep_last
+        runs.add(run)
+    return runs
 
 
-def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> list[str]:
-    """Save these steps, one after the other; return the lines of the log."""
-    checkpointer = checkpointer_of(run, keep_last=keep_last)
+def save(runs: Runs, *steps: int, val_losses=None) -> bool:
+    """Save these steps, one after the other; return whether the last save succeeded."""
     for step in steps:
-        checkpointer.state.value = float(step)
-        checkpointer.save(step, (val_losses or {}).get(step))
-        checkpointer.wait()
-    return checkpointer.log.lines
+        for run in runs.all:
+            run.checkpointer.state.value = float(step)
+            run.val_loss = (val_losses or {}).get(step)
+        runs.save(step)
+        saved = runs.wait()
+    return saved
+
+
+def lines_of(runs: Runs) -> list[str]:
+    """Return what the first run has logged."""
+    return runs.all[0].log.lines
 
 
 def load(run: RunFolder, step: int, engine: Engine | None = None, parts=()) -> tuple:
@@ -101,10 +115,9 @@ def steps_of(run: RunFolder) -> list[int]:
 
 def test_a_saved_state_is_loaded_again(run):
     torch.manual_seed(7)
-    checkpointer = checkpointer_of(run, 5.0)
-    checkpointer.save(5, 2.5)
-    assert checkpointer.wait()
-    assert checkpointer.log.lines[0].startswith(f"saved {run.checkpoint(5)}: ")
+    runs = runs_of(run)
+    assert save(runs, 5, val_losses={5: 2.5})
+    assert lines_of(runs)[0].startswith(f"saved {run.checkpoint(5)}: ")
     assert read_state(run.checkpoint(5)) == {
         **{"step": 5, "val_loss": 2.5, "model": CONFIG.to_dict(), "identity": IDENTITY},
         **{"processes": 1, "compiled": True, "optimizer_step": 3, "loss_scale": None},
@@ -130,9 +143,7 @@ def of_three(run, monkeypatch):
 
     monkeypatch.setattr(checkpoint_writer, "gather_object", gather)
     for rank in (1, 0):
-        checkpointer = checkpointer_of(run, engine=engine_of(3, rank))
-        checkpointer.save(1, None)
-        assert checkpointer.wait()
+        assert save(runs_of(run, engine=engine_of(3, rank)), 1)
         assert run.path.exists() == (rank == 0)  # only rank 0 writes
 
 
@@ -162,21 +173,19 @@ def test_saving_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
     leftovers = [run.checkpoints / "step-00000009.partial", run.path / "weights.aside-17"]
     for folder in leftovers:
         folder.mkdir(parents=True)
-    save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
+    save(runs_of(run, keep_last=keep_last), 1, 2, 3, 4, 5, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
     assert steps_of(run) == kept
     assert [path.exists() for path in leftovers] == [keep_last == 0] * 2
 
 
-def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(run):
-    """The run resumes from checkpoint 4. Checkpoint 3 is damaged, and 5 is of a later step."""
-    save(run, 1, 2, 3, 4, 5, val_losses={1: 3.0, 2: 2.0, 3: 1.5, 5: 1.0})
+def test_the_best_checkpoint_is_that_of_all_undamaged_ones(run):
+    """Checkpoint 3 is damaged."""
+    runs = runs_of(run)
+    checkpointer = runs.all[0].checkpointer
+    assert checkpointer.is_best(9.0)
+    save(runs, 1, 2, 3, 4, val_losses={1: 3.0, 2: 2.0, 3: 1.5, 4: 2.5})
     (run.checkpoint(3) / "state.json").write_text("{")
-    checkpointer = checkpointer_of(run, resumed_at=4)
-    assert checkpointer.lowest_val_loss == 2.0
-    for step, (loss, lowest) in enumerate([(2.5, 2.0), (None, 2.0), (1.9, 1.9)], 5):
-        checkpointer.save(step, loss)
-        checkpointer.wait()
-        assert checkpointer.lowest_val_loss == lowest
+    assert [checkpointer.is_best(loss) for loss in (1.9, 2.0)] == [True, False]
 
 
 def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
@@ -188,39 +197,37 @@ def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
         return write_checkpoint(*args)
 
     monkeypatch.setattr(checkpoint_writer.files, "write_checkpoint", write)
-    checkpointer = checkpointer_of(run, 1.0)
-    checkpointer.save(1, None)
-    checkpointer.state.value = 2.0
-    assert checkpointer.log.lines == []
-    assert run.all_checkpoints() == []
+    runs = runs_of(run, value=1.0)
+    runs.save(1)
+    runs.all[0].checkpointer.state.value = 2.0
+    assert lines_of(runs) == run.all_checkpoints() == []
     may_write.set()
-    checkpointer.save(2, None)
-    assert checkpointer.log.lines[0].startswith(f"saved {run.checkpoint(1)}: ")
-    assert checkpointer.wait()
-    assert len(checkpointer.log.lines) == 2
+    runs.save(2)
+    assert lines_of(runs)[0].startswith(f"saved {run.checkpoint(1)}: ")
+    assert runs.wait()
+    assert len(lines_of(runs)) == 2
     assert [load(run, step)[0].value for step in (1, 2)] == [1.0, 2.0]
 
 
 def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(run, monkeypatch):
-    save(run, 1, val_losses={1: 3.0})
-    checkpointer = checkpointer_of(run, resumed_at=1)
-    assert checkpointer.wait()  # there is no save to wait for
+    save(runs_of(run), 1, val_losses={1: 3.0})
+    runs = runs_of(run)
+    assert runs.wait()  # there is no save to wait for
 
     def refuse(*args, **options):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("lm.formats.portable.save_tensors", refuse)
-        checkpointer.save(2, 1.0)
-        assert not checkpointer.wait()
-    assert checkpointer.log.lines[-1].startswith("CHECKPOINT NOT SAVED: [Errno 28] No space left")
+        assert not save(runs, 2, val_losses={2: 1.0})
+    assert lines_of(runs)[-1].startswith("CHECKPOINT NOT SAVED: [Errno 28] No space left")
     assert steps_of(run) == [1]
     assert run.latest.read_text() == "step-00000001\n"
     # The loss of the failed save does not count.
-    assert [checkpointer.is_best(loss) for loss in (2.0, 3.0)] == [True, False]
-    checkpointer.save(3, 2.0)
-    assert checkpointer.wait()
-    assert [checkpointer.is_best(loss) for loss in (1.9, 2.0)] == [True, False]
+    is_best = runs.all[0].checkpointer.is_best
+    assert [is_best(loss) for loss in (2.0, 3.0)] == [True, False]
+    assert save(runs, 3, val_losses={3: 2.0})
+    assert [is_best(loss) for loss in (1.9, 2.0)] == [True, False]
     assert damage(run.checkpoint(3)) is None
 
 
@@ -229,28 +236,20 @@ def test_only_the_main_process_knows_if_a_save_failed_and_decides_what_is_best(r
     monkeypatch.setattr(
         checkpoint_writer, "on_main_process", lambda *how: asked.append(how) or True
     )
-    other = checkpointer_of(run, engine=engine_of(2, rank=1))
-    other.lowest_val_loss = 1.0
+    other = runs_of(run, engine=engine_of(2, rank=1)).all[0].checkpointer
     assert other.is_best(2.0)
     assert asked[-1][0] is other.engine
 
 
 def test_models_trained_together_prune_when_all_saved_the_same_step(run, tmp_path, monkeypatch):
     other = RunFolder(tmp_path / "other")
-    group = [checkpointer_of(run), checkpointer_of(other)]
-    for each in group:
-        each.keep_last, each.group = 1, group
-        each.save(1, None)
+    runs = runs_of(run, other, keep_last=1)
+    save(runs, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("lm.training.checkpoint_writer.files.write_checkpoint", lambda *_: 1 / 0)
-        group[0].save(2, None)
-        assert not group[0].wait()
-    group[1].save(2, None)
-    assert group[1].wait()
+        patch.setattr(runs.all[0].checkpointer, "copy", lambda *_: lambda: False)
+        assert not save(runs, 2)
     assert (steps_of(run), steps_of(other)) == ([1], [1, 2])
-    for each in group:
-        each.save(3, None)
-    assert all(each.wait() for each in group)
+    assert save(runs, 3)
     assert (steps_of(run), steps_of(other)) == ([3], [3])
 
 
@@ -259,6 +258,6 @@ def test_models_trained_together_prune_when_all_saved_the_same_step(run, tmp_pat
     [("state.json", b'{"step": 1}'), ("weights.safetensors", b""), ("random.safetensors", b"0")],
 )
 def test_a_checkpoint_file_with_wrong_contents_is_refused_in_one_line(run, file, wrong):
-    save(run, 1)
+    save(runs_of(run), 1)
     (run.checkpoint(1) / file).write_bytes(wrong)
     assert "step-00000001" in error_of(load, run, 1, error=(UsageError, ConfigError))

@@ -102,8 +102,8 @@ def test_chunks_give_the_loss_and_gradient_of_one_batch(monkeypatch, kl, dtype, 
 def test_logits_beyond_the_vocabulary_count_in_the_hard_loss_but_not_in_the_soft_loss(kl):
     ours, theirs, targets = some_logits(1), some_logits(2), some_targets()
     without, _ = with_gradient(ours, theirs, targets, kl=kl)
-    wider = torch.cat([ours, some_logits(3)[..., :5]], dim=-1)
-    found, gradient = with_gradient(wider, theirs, targets, kl=kl, vocab_size=VOCAB)
+    wider, roomy = (torch.cat([x, some_logits(3)[..., :5] + 9], dim=-1) for x in (ours, theirs))
+    found, gradient = with_gradient(wider, roomy, targets, kl=kl, vocab_size=VOCAB)
     hard = F.cross_entropy(wider.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
     torch.testing.assert_close(found[2], without[2])
     torch.testing.assert_close(found[1], hard)

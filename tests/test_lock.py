@@ -13,7 +13,7 @@ from lm.engine.deepspeed_setup import set_up_deepspeed
 from lm.engine.engine import Engine
 from lm.storage.folder import RunFolder, claim_new, lock
 from lm.training.arguments import TrainingArguments
-from lm.training.starting_point import find_starting_point
+from lm.training.starting_point import find_starting_points
 
 HOLD = """
 import os, sys
@@ -80,16 +80,16 @@ def test_a_run_is_locked_before_its_checkpoint_is_chosen(tmp_path, monkeypatch, 
     monkeypatch.setattr("lm.training.starting_point.claim", last_save)
     args = TrainingArguments(out_dir=str(tmp_path), run_name="run", resume=resume)
     if resume is None:
-        assert "holds a run: pass --resume auto" in error_of(find_starting_point, args, claims=True)
+        assert "holds a run: pass --resume auto" in error_of(find_starting_points, [args], True)
     else:
-        assert find_starting_point(args, claims=True).checkpoint == run.checkpoint(2)
+        assert find_starting_points([args], True)[0].checkpoint == run.checkpoint(2)
 
 
 def test_a_run_that_is_only_looked_at_is_not_locked(tmp_path):
     run = RunFolder(make_run(tmp_path / "run", 1))
     args = TrainingArguments(out_dir=str(tmp_path), resume="auto")
-    find_starting_point(args)
+    find_starting_points([args])
     assert not run.lock.exists()
-    for _ in range(2):  # a program that trains several models has already locked them
-        find_starting_point(args, claims=True)
+    for _ in range(2):
+        find_starting_points([args], claims=True)
     assert "in use by process" in error_of(lock, run.lock)

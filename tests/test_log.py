@@ -95,7 +95,7 @@ def start(accelerator, tmp_path, clock):
         inputs = SimpleNamespace(
             args=TrainingArguments(batch_size=8, log_interval=log_interval, log_with="none"),
             start=StartingPoint(RunFolder(tmp_path), state={"step": first_step - 1}),
-            train_set=SimpleNamespace(tokens_per_sample=80),
+            train_set=SimpleNamespace(tokens_per_sample=80, samples_per_epoch=800),
             config=LMConfig(),
             flops_per_token=1000,
             total_steps=total_steps,
@@ -123,7 +123,7 @@ def feed(clock):
     def feed(log, step: int, loss: float = 1.0, grad_norm: float = 0.5, seconds=1.0) -> None:
         clock.now += seconds
         log.meter.add(1.0, loss=torch.tensor(loss))
-        log.end_step(step, 1e-3, grad_norm=grad_norm, epoch=step / 100)
+        log.end_step(step, 1e-3, grad_norm=grad_norm)
 
     return feed
 

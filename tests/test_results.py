@@ -49,15 +49,16 @@ def test_each_sample_has_its_step_its_prompt_and_that_steps_text(write, model, t
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
-    write(4, sample_prompt="第1句")
+    prompt = "A long question, of which the end is shown with the answer. 第1句"
+    write(4, sample_prompt=prompt)
     lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     first, second = map(json.loads, lines)
     assert second.keys() == {"step", "prompt", "text"}
-    assert (first["step"], second["step"], second["prompt"]) == (2, 4, "第1句")
+    assert (first["step"], second["step"], second["prompt"]) == (2, 4, prompt)
     assert "第1句" in lines[-1]  # not escaped in the file
     assert second["text"]
     assert first["text"] != second["text"]
-    shown = (second["prompt"] + second["text"])[:80]
+    shown = (prompt[-40:] + second["text"])[:80]
     assert f"step 4/10  sample {shown!r}" in capsys.readouterr().out
 
 

@@ -34,7 +34,7 @@ from lm.training.resume import (
 from lm.training.schedule import FROM_WEIGHTS, default_rates
 from lm.training.starting_point import (
     StartingPoint,
-    find_starting_point,
+    find_starting_points,
     set_aside,
     settings_of,
     write_settings,
@@ -52,7 +52,7 @@ def locks():
 
 
 def find(out_dir: Path, **flags) -> StartingPoint:
-    return find_starting_point(TrainingArguments(out_dir=str(out_dir), **flags))
+    return find_starting_points([TrainingArguments(out_dir=str(out_dir), **flags)])[0]
 
 
 def refused(out_dir: Path, **flags) -> str:
@@ -108,7 +108,7 @@ def test_a_run_of_another_program_is_refused(tmp_path):
     for resume in (None, "auto"):
         args = DistillationArguments(out_dir=str(tmp_path), run_name="first", resume=resume)
         with pytest.raises(UsageError, match=r"holds a run of train_pretrain\S+: choose another"):
-            find_starting_point(args)
+            find_starting_points([args])
     (run / "settings.json").write_text(json.dumps({"program": SFT}))
     for named in (run, run / "checkpoints" / "step-00000010"):
         said = refused(tmp_path, resume=str(named))
@@ -344,11 +344,12 @@ def test_a_resumed_run_reads_the_weights_in_its_own_folder(tmp_path, monkeypatch
     find_weights = SimpleNamespace(find=lambda name, *where: read.append(name))
     monkeypatch.setattr("lm.training.inputs.WeightsFolder", find_weights)
     args = TrainingArguments(out_dir=str(tmp_path), init_from="gone", data=str(tmp_path))
-    resumed = dataclasses.replace(args, resume="auto")
-    choose_sources(args, {}, claims=False)
-    choose_sources(resumed, {}, claims=False)
+    start = StartingPoint(run)
+    choose_sources(args, {}, start)
+    start = dataclasses.replace(start, checkpoint=run.checkpoint(1))
+    choose_sources(args, {}, start)
     run.base.mkdir()
-    choose_sources(resumed, {}, claims=False)
+    choose_sources(args, {}, start)
     assert read == ["gone", str(run.checkpoint(1)), str(run.base)]
 
 

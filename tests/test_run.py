@@ -13,10 +13,11 @@ from conftest import error_of
 from lm.data.dataset import PackedDataset
 from lm.data.shards import CONVERSATIONS, TEXT
 from lm.engine.engine import Engine
-from lm.storage.folder import RunFolder
+from lm.storage.folder import RunFolder, step_of
 from lm.training.arguments import TrainingArguments
 from lm.training.inputs import Inputs, shapes_of
 from lm.training.run import MicroBatch, Run
+from lm.training.runs import Runs
 from lm.training.starting_point import StartingPoint
 from model import IGNORE_INDEX, LMConfig
 from train_sft_accelerate import train
@@ -46,7 +47,7 @@ class Sequences(PackedDataset):
 @pytest.fixture
 def run_of(accelerator, tmp_path):
     """Makes a Run of a tiny model on `Sequences`, as if `trained` of its 4 steps were done."""
-    runs = []
+    made = []
 
     def make(counts=ALL, trained: int = 0, **flags) -> Run:
         defaults = {"batch_size": BATCH, "accumulation_steps": ACCUMULATION, "warmup_steps": 2}
@@ -68,12 +69,14 @@ def run_of(accelerator, tmp_path):
             total_steps=STEPS,
         )
         stop = SimpleNamespace(reason=lambda: None, time_to_save=False, saved=lambda: None)
-        runs.append(Run(inputs, engine, stop))
-        runs[-1].log.open()
-        return runs[-1]
+        runs = Runs(stop)
+        runs.add(Run(inputs, engine, runs))
+        made.append(runs.all[0])
+        made[-1].log.open()
+        return made[-1]
 
     yield make
-    for run in runs:
+    for run in made:
         run.log.close()
 
 
@@ -233,19 +236,15 @@ def test_an_update_does_not_wait_for_the_norm_of_the_gradient(run_of, monkeypatc
 
 def test_samples_are_written_at_intervals_and_checkpoints_also_at_the_end(run_of, monkeypatch):
     """A checkpoint is also saved after a validation with the lowest loss so far."""
-    run, done = run_of(sample_interval=3, eval_interval=1, save_interval=3), []
-    losses = iter((3.0, 3.0, 3.5, None))
-    monkeypatch.setattr(run, "write_sample", lambda step: done.append(("sample", step)))
+    flags = {"sample_interval": 3, "eval_interval": 1, "save_interval": 3, "keep_last": 0}
+    run, samples, losses = run_of(**flags), [], iter((3.0, 3.0, 3.5, None))
+    monkeypatch.setattr(run, "write_sample", samples.append)
     monkeypatch.setattr(run, "validate", lambda step: next(losses))
-
-    def save(step, val_loss):
-        run.checkpointer.lowest_val_loss = min(run.checkpointer.lowest_val_loss, val_loss or INF)
-        done.append(("save", step))
-
-    monkeypatch.setattr(run.checkpointer, "save", save)
     for step in run.steps():
         run.end(step, 1.0)
-    assert done == [("save", 1), ("sample", 3), ("save", 3), ("save", 4)]
+    run.runs.wait()
+    assert samples == [3]
+    assert [step_of(path) for path in run.folder.all_checkpoints()] == [1, 3, 4]
 
 
 def test_a_stop_request_in_the_validation_before_step_1_stops_fine_tuning_after_it(
@@ -254,11 +253,11 @@ def test_a_stop_request_in_the_validation_before_step_1_stops_fine_tuning_after_
     run, done = run_of(sample_interval=1), []
     run.val_loader = [None]
     run.inputs = replace(run.inputs, val_set=SimpleNamespace(bytes_per_token=1.0))
-    run.stop.reason = lambda: "SIGTERM"
+    run.runs.stop.reason = lambda: "SIGTERM"
     monkeypatch.setattr("lm.training.run.validate", lambda *_: None)  # interrupted
     monkeypatch.setattr("lm.training.run.write_sample", lambda *_: pytest.fail("writes a sample"))
-    monkeypatch.setattr(run.checkpointer, "save", lambda *saved: done.append(saved))
-    monkeypatch.setattr(run, "finish", lambda: done.append(run.stopped))
+    monkeypatch.setattr(run.checkpointer, "copy", lambda *how: lambda: done.append(how))
+    monkeypatch.setattr(run, "finish", lambda: done.append(run.runs.stopped))
     train(run)
     assert done == [(1, None), (1, "SIGTERM")]
 

@@ -3,19 +3,22 @@
 import json
 import re
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
+from conftest import error_of
 from test_resume_choice import damage_file, make_run, write_empty
 
-import train_several_accelerate as several
 from lm.common.errors import UsageError
-from lm.storage.folder import RunFolder
+from lm.storage.folder import RunFolder, release_locks
+from lm.training import starting_point
 from lm.training.arguments import TrainingArguments, build_parser, parse_arguments
+from lm.training.runs import Runs
 from lm.training.schedule import default_rates
 from lm.training.set_up import require_the_same_batches
+from lm.training.starting_point import find_starting_points
 from model import ConfigError, LMConfig
-from train_several_accelerate import Runs, SeveralArguments, read_models, resumed_together
+from train_several_accelerate import SeveralArguments, read_models
 
 
 @pytest.fixture
@@ -99,79 +102,75 @@ def test_deepspeed_files_decide_one_precision_and_typed_flags_are_not_dropped(mo
 
 @pytest.fixture
 def resume(tmp_path):
-    """Makes each run with checkpoints of its `steps`; returns from what each run resumes, such as
-    "a/checkpoints/step-00000002". `damaged` is run → the step of a damaged checkpoint."""
+    """Makes each run with checkpoints of its `steps`; returns the steps after which they resume.
+    `damaged` is run → the step of a damaged checkpoint."""
 
-    def resume(damaged: dict[str, int] | None = None, resume="auto", **steps: list[int]) -> list:
-        runs = [RunFolder(make_run(tmp_path / name, *own)) for name, own in steps.items()]
+    def resume(damaged: dict[str, int] | None = None, **steps: list[int]) -> list[int]:
+        for name, own in steps.items():
+            make_run(tmp_path / name, *own)
         for name, step in (damaged or {}).items():
             damage_file(tmp_path / name, step)
-        return [x and x.removeprefix(f"{tmp_path}/") for x in resumed_together(runs, resume)]
+        flags = {"out_dir": str(tmp_path), "resume": "auto"}
+        models = [TrainingArguments(run_name=name, **flags) for name in steps]
+        found = find_starting_points(models, claims=True)
+        assert [start.folder.path.name for start in found] == [*steps]
+        return [start.step for start in found]
 
-    return resume
-
-
-def checkpoints(step: int, *names: str) -> list[str]:
-    return [f"{name}/checkpoints/step-{step:08d}" for name in names]
+    yield resume
+    release_locks()
 
 
 def test_all_models_resume_from_the_newest_step_that_is_undamaged_in_all(resume, capsys):
-    steps = {"small": [10, 20, 30], "large": [10, 20], "other": [5, 10, 20, 40]}
-    assert resume(**steps) == checkpoints(20, *steps)
-    assert resume({"b": 2}, a=[1, 2], b=[1, 2]) == checkpoints(1, "a", "b")
-    said = capsys.readouterr().out
-    assert re.search(r"b/.*/step-0+2: the checksum of .* is wrong; trying an earlier step", said)
-    assert resume(c=[], d=[]) == ["auto"] * 2  # new runs
-    assert resume(x=[1], y=[1], resume=None) == [None] * 2
-    for damaged, steps in (
-        ({}, {"e": [10, 20], "new": []}),
-        ({}, {"f": [10], "g": [30]}),
-        ({"h": 10}, {"h": [10], "i": [10]}),
-    ):
-        with pytest.raises(UsageError, match=r"no step has an undamaged checkpoint of every model"):
-            resume(damaged, **steps)
+    assert resume(small=[10, 20, 30], large=[10, 20], other=[5, 10, 20, 40]) == [20] * 3
+    assert resume({"b": 2}, a=[1, 2], b=[1, 2]) == [1, 1]
+    said = capsys.readouterr().err
+    assert re.search(r"DAMAGED CHECKPOINT .*b/.*/step-0+2: the checksum of ", said)
+    assert resume(c=[], d=[]) == [0, 0]  # new runs
+    for steps in ({"e": [10, 20], "new": []}, {"f": [10], "g": [30]}):
+        assert "no step has a checkpoint of every model" in error_of(resume, **steps)
+    assert "h/checkpoints/step-00000010 is damaged" in error_of(resume, {"h": 10}, h=[10], i=[10])
 
 
 def test_all_models_are_locked_before_a_step_is_chosen(resume, monkeypatch):
     """The job before this one saves step 20, and ends, while this one starts."""
-    monkeypatch.setattr(several, "claim", lambda run: write_empty(run, 20))
-    assert resume(first=[10], second=[10]) == checkpoints(20, "first", "second")
+    monkeypatch.setattr(starting_point, "claim", lambda run: write_empty(run, 20))
+    assert resume(first=[10], second=[10]) == [20, 20]
 
 
 @pytest.fixture
 def pair(monkeypatch) -> Runs:
     """Stand-ins for two runs that train together. Neither is due to save or asked to stop."""
-    first, second = (Mock(total_steps=9, stopped=None, interrupted=False) for _ in range(2))
-    for run in (first, second):
+    runs = Runs(Mock(reason=lambda: None, time_to_save=False))
+    runs.all += [MagicMock(total_steps=9, interrupted=False, val_loss=loss) for loss in (1.5, 2.5)]
+    for run in runs.all:
         run.is_time_to_save.return_value = run.engine.is_main = False
-    first.stop.reason.return_value, first.stop.time_to_save = None, False
-    together = Runs({first: {}, second: {}}, [])
-    monkeypatch.setattr(together, "in_turn", lambda: iter(together.all))
-    return together
+        run.accelerator.is_main_process = False
+    monkeypatch.setattr(runs, "in_turn", lambda: iter(runs.all))
+    return runs
 
 
 def test_all_models_save_when_one_is_due_or_a_stop_is_requested(pair, monkeypatch):
-    (first, second), ended = pair.all, Mock()
-    monkeypatch.setattr(several, "end_stopped", ended)
-    pair.end(1, {first: 1.0, second: 2.0})
+    (first, second), noted = pair.all, Mock()
+    monkeypatch.setattr("lm.training.runs.leave_note", noted)
+    pair.end(1)
     second.is_time_to_save.return_value = True
-    pair.end(2, {first: 1.5, second: 2.5})
-    assert not first.stopped
-    second.is_time_to_save.return_value, first.stop.reason.return_value = False, "SIGTERM"
-    pair.end(4, {first: None, second: None})
+    pair.end(2)
+    assert not pair.stopped
+    second.is_time_to_save.return_value, pair.stop.reason = False, lambda: "SIGTERM"
+    first.val_loss = None
+    pair.end(4)
     pair.finish()
-    assert first.save.call_args_list == [call(2, 1.5), call(4, None)]
-    assert second.save.call_args_list == [call(2, 2.5), call(4, None)]
-    assert first.close.call_count == second.close.call_count == 1
-    ended.assert_called_once_with([first.engine, second.engine], True)
+    assert first.checkpointer.copy.call_args_list == [call(2, 1.5), call(4, None)]
+    assert second.checkpointer.copy.call_args_list == [call(2, 2.5), call(4, 2.5)]
+    assert first.log.close.call_count == second.log.close.call_count == 1
+    noted.assert_called_once_with()
 
 
-def test_a_failed_save_of_one_model_does_not_cost_the_weights_of_the_next(pair):
-    first, second = pair.all
-    first.write_results.return_value = False
+def test_a_failed_save_does_not_cost_the_weights(pair, monkeypatch):
+    monkeypatch.setattr(pair, "wait", lambda: False)
     with pytest.raises(UsageError, match="the last checkpoint was not saved"):
         pair.finish()
-    second.write_results.assert_called_once()
+    assert [run.state.weights.call_count for run in pair.all] == [1, 1]
 
 
 def test_models_that_would_read_different_batches_are_refused_with_the_value_of_each():

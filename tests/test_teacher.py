@@ -12,7 +12,7 @@ from lm.data.dataset import PackedDataset
 from lm.formats.import_weights import import_weights
 from lm.storage.weights import WeightsFolder
 from lm.training.arguments import DistillationArguments
-from lm.training.distillation import Teacher, TeacherWeights
+from lm.training.distillation import TeacherWeights
 from model import ConfigError
 
 SEQ_LEN = 32
@@ -33,33 +33,24 @@ def find(teacher: Path | str, **flags) -> TeacherWeights:
     return TeacherWeights.find(DistillationArguments(teacher=str(teacher), **flags))
 
 
-@pytest.fixture
-def build(weights, engine):
-    """Builds the teacher in a single process."""
-
-    def build(dtype: str, folder: Path = weights) -> Teacher:
-        torch.manual_seed(1)
-        return Teacher(find(folder), engine, dtype, vocab_size=400)
-
-    return build
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_teacher_has_its_weights_in_the_training_precision(build, dtype):
-    teacher, expected = build(dtype), opinionated(400, SEQ_LEN).to(getattr(torch, dtype))
-    of_teacher, of_model = ([*model.parameters()] for model in (teacher.model, expected))
-    assert len(of_teacher) == len(of_model)  # tied weights count once
-    assert {parameter.dtype for parameter in of_teacher} == {getattr(torch, dtype)}
-    assert torch.equal(teacher(TOKENS), expected(TOKENS).logits)
+def test_a_teacher_has_its_weights_in_the_training_precision(weights, engine, dtype):
+    teacher = find(weights).load(engine, dtype)
+    expected = opinionated(400, SEQ_LEN).to(getattr(torch, dtype))
+    assert len([*teacher.parameters()]) == len([*expected.parameters()])  # tied weights count once
+    assert {p.dtype for p in teacher.parameters()} == {getattr(torch, dtype)}
+    assert not any(p.requires_grad for p in teacher.parameters())
+    assert torch.equal(teacher(TOKENS).logits, expected(TOKENS).logits)
 
 
-def test_a_hugging_face_llama_teaches_without_an_import_but_with_the_same_weights(build, tmp_path):
+def test_a_hugging_face_llama_teaches_without_an_import_but_with_the_same_weights(engine, tmp_path):
     llama = write_llama(tmp_path / "llama")
-    teacher = build("float32", llama)
+    found = find(llama)
     import_weights(llama, tmp_path / "imported")
     imported = WeightsFolder.find(str(tmp_path / "imported"))
-    assert imported.sha256() == teacher.found.source.sha256()
-    assert torch.equal(teacher(TOKENS), imported.load()(TOKENS).logits)
+    assert imported.sha256() == found.source.sha256()
+    teacher = found.load(engine, "float32")
+    assert torch.equal(teacher(TOKENS).logits, imported.load()(TOKENS).logits)
 
 
 def test_weights_are_hashed_anew_only_if_their_files_changed(packed, tmp_path, monkeypatch):
@@ -74,14 +65,6 @@ def test_weights_are_hashed_anew_only_if_their_files_changed(packed, tmp_path, m
     assert WeightsFolder.find(str(folder)).sha256() != digest
 
 
-def test_logits_beyond_the_tokenizer_are_left_out(build, data, engine, packed, tmp_path):
-    """Many models round their vocabulary size up, so it is larger than the tokenizer's."""
-    model = opinionated(448, SEQ_LEN)
-    folder = save_model(tmp_path / "roomy", model, packed)
-    find(folder).require_fit(data, engine)
-    assert torch.equal(build("float32", folder)(TOKENS), model(TOKENS).logits[..., :400])
-
-
 def test_a_teacher_that_does_not_fit_a_student_is_refused(weights, data, engine, packed, tmp_path):
     def refused(folder: Path, data: PackedDataset, **flags) -> str:
         with pytest.raises(UsageError) as error:
@@ -89,6 +72,9 @@ def test_a_teacher_that_does_not_fit_a_student_is_refused(weights, data, engine,
         return str(error.value)
 
     find(weights).require_fit(data, engine)
+    # Many models round their vocabulary size up, so it is larger than the tokenizer's.
+    roomy = save_model(tmp_path / "roomy", opinionated(448, SEQ_LEN), packed)
+    find(roomy).require_fit(data, engine)
     longer = PackedDataset(packed, "train", 64)
     said = refused(weights, longer)
     assert "reads at most 32 tokens, but the student 64: pass --max_seq_len 32" in said

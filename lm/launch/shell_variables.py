@@ -14,7 +14,7 @@ from lm.common.errors import ReportedError, UsageError
 from lm.data.corpus import SUFFIXES, find_files
 from lm.data.prepare import default_out
 from lm.training.arguments import DistillationArguments, SFTArguments, TrainingArguments
-from lm.training.prepared_data import require_text_of_run
+from lm.training.inputs import require_text_of_run
 from train_distillation_accelerate import train as distill
 from train_pretrain_accelerate import train as pretrain
 from train_sft_accelerate import train as fine_tune

@@ -100,17 +100,23 @@ def checkpoints_at(path: Path) -> list[Path]:
     return [path] if (path / STATE).exists() else RunFolder(path).all_checkpoints()
 
 
-def newest_undamaged(checkpoints: list[Path]) -> Path | None:
-    """Return the last undamaged checkpoint, or None if there are no checkpoints; print the damage
-    of later checkpoints to stderr. Raises UsageError if all are damaged."""
-    for path in reversed(checkpoints):
-        problem = damage(path)
-        if problem is None:
-            return path
-        print(f"DAMAGED CHECKPOINT {path}: {problem}", file=sys.stderr, flush=True)
-    if checkpoints:
-        raise UsageError(f"no undamaged checkpoint: {path} is damaged: {problem}")
-    return None
+def newest_undamaged(*runs: list[Path]) -> list[Path]:
+    """Return one of the checkpoints of each run: those of the newest step that is undamaged in all
+    runs, or [] if there are no checkpoints. Print damage of later checkpoints to stderr. Raises
+    UsageError if there is no such step."""
+    by_name = [{path.name: path for path in checkpoints} for checkpoints in runs]
+    found = "no step has a checkpoint of every model: leave out a --model that has none"
+    for name in sorted(set.intersection(*map(set, by_name)), reverse=True):
+        paths = [checkpoints[name] for checkpoints in by_name]
+        problems = {path: problem for path in paths if (problem := damage(path))}
+        if not problems:
+            return paths
+        for path, problem in problems.items():
+            print(f"DAMAGED CHECKPOINT {path}: {problem}", file=sys.stderr, flush=True)
+            found = f"no undamaged checkpoint: {path} is damaged: {problem}"
+    if any(runs):
+        raise UsageError(found)
+    return []
 
 
 def best(checkpoints: Iterable[Path]) -> Path | None:

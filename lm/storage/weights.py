@@ -75,11 +75,11 @@ class WeightsFolder:
             if is_foreign and not foreign:
                 raise UsageError(f"import {path}: python -m scripts.import_weights {path} OUT")
             return cls(path, tokenizer_in(path), is_foreign)
-        newest = checkpoint.newest_undamaged(checkpoint.checkpoints_at(path))
-        if newest is None:
+        found = checkpoint.newest_undamaged(checkpoint.checkpoints_at(path))
+        if not found:
             raise UsageError(f"{path} contains neither {portable.WEIGHTS_FILE} nor checkpoints")
-        run = checkpoint.run_of(newest)
-        return cls(newest, run.tokenizer if run.tokenizer.exists() else tokenizer_in(run.weights))
+        run = checkpoint.run_of(found[0])
+        return cls(found[0], run.tokenizer if run.tokenizer.exists() else tokenizer_in(run.weights))
 
     @property
     def is_checkpoint(self) -> bool:

@@ -37,6 +37,12 @@ def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+def select_engine(engine: Engine) -> None:
+    """Make Accelerate use the DeepSpeed configuration of this engine."""
+    if engine.plugin is not None:
+        engine.accelerator.state.select_deepspeed_plugin(engine.plugin)
+
+
 def build_model(
     inputs: Inputs, engine: Engine, work: Workload
 ) -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:

@@ -80,6 +80,17 @@ class TeacherWeights:
         length = self.shapes.config.max_seq_len
         return min(length, LMConfig.max_seq_len) if self.source.is_foreign else length
 
+    def load(self, engine: Engine, dtype: str) -> Transformer:
+        """Return the teacher on its device, with weights in `dtype`, which are not trained. Every
+        process must call this, and the teacher. The random state changes, so `build_model` sets the
+        seed later. Raises UsageError or ConfigError if the weights cannot be read."""
+        if self.zero:
+            model = load_divided(self.zero, self.source)
+        else:
+            model = on_every_process(engine, self.source.load)
+            model.to(engine.accelerator.device, getattr(torch, dtype))
+        return model.requires_grad_(False).eval()
+
     def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
         """Raise UsageError if the teacher cannot read the student's batches, or cannot be divided
         because there is no launcher. `engine` is None before a launch."""
@@ -91,27 +102,6 @@ class TeacherWeights:
         if (most := self.shapes.config.max_seq_len) < data.seq_len:
             limit = f"the teacher reads at most {most} tokens, but the student {data.seq_len}"
             raise UsageError(f"{limit}: pass --max_seq_len {most}")
-
-
-class Teacher:
-    """A teacher on its device, with weights in `dtype`. It returns the logits of the first
-    `vocab_size` tokens, the vocabulary of the data. Every process must create and call the teacher.
-    Creating it changes the random state, so `build_model` sets the seed later. Raises UsageError or
-    ConfigError if its weights cannot be read."""
-
-    def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):
-        self.found, self.vocab_size = found, vocab_size
-        if found.zero:
-            model = load_divided(found.zero, found.source)
-        else:
-            model = on_every_process(engine, found.source.load)
-            model.to(engine.accelerator.device, getattr(torch, dtype))
-        self.model = model.requires_grad_(False).eval()
-
-    @torch.no_grad()
-    def __call__(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, vocab_size) for tokens and starts (B, T)."""
-        return self.model(tokens, starts=starts).logits[..., : self.vocab_size]
 
 
 def distillation_loss(
@@ -128,10 +118,10 @@ def distillation_loss(
 
     Args:
         logits: the student's logits, (B, seq_len, vocab_size or more), in any precision.
-        teacher_logits: (B, seq_len, vocab_size).
+        teacher_logits: the teacher's logits, (B, seq_len, vocab_size or more).
         targets: (B, seq_len) int64; a position with IGNORE_INDEX does not count.
         args: has alpha, temperature and kl: "forward" (KL(teacher || student)) or "reverse".
-        vocab_size: the data's vocabulary size; the soft loss ignores student logits beyond it.
+        vocab_size: the data's vocabulary size; the soft loss ignores logits beyond it.
         compiled: whether to compile the computation, which halves its time.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
@@ -139,7 +129,9 @@ def distillation_loss(
     compute = partial(compute, args.temperature, args.kl, vocab_size)
     recompute = "blocks" if targets.numel() > size else "off"
     total = torch.zeros(3, device=logits.device)
-    chunks = (x.flatten(0, 1).split(size) for x in (logits, targets, teacher_logits))
+    chunks = (
+        x.flatten(0, 1).split(size) for x in (logits, targets, teacher_logits[..., :vocab_size])
+    )
     for student, target, teacher in zip(*chunks, strict=True):
         total = total + recomputed(partial(compute, theirs=teacher), recompute, student, target)
     hard, soft, agreement = total / (targets != IGNORE_INDEX).sum().clamp(min=1)

@@ -3,30 +3,38 @@
 lm/launch/preflight.py also calls `find_inputs`, in a single process, to check a launch.
 """
 
+import os
+import shlex
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from lm.common.errors import UsageError
+from lm.common.errors import ReportedError, UsageError
 from lm.data.conversation_set import ConversationRows, ConversationSet
+from lm.data.conversations import SUFFIXES
+from lm.data.corpus import find_files
 from lm.data.dataset import NothingFitsError, TokenStream
-from lm.data.shards import CONVERSATIONS
+from lm.data.prepare import conversations_out
+from lm.data.shards import CONVERSATIONS, read_description
 from lm.engine.agreement import on_every_process, on_main_process, require_the_same
 from lm.engine.engine import Engine
 from lm.engine.memory import Workload
-from lm.storage.find import PRETRAINING
+from lm.storage.find import PRETRAINING, data_of
+from lm.storage.folder import read_settings
 from lm.storage.weights import WeightsFolder
-from lm.training.arguments import TrainingArguments
+from lm.training.arguments import SFTArguments, TrainingArguments
 from lm.training.distillation import TeacherWeights, require_same_tokenizer
-from lm.training.prepared_data import prepared_data
 from lm.training.resume import require_same_run, run_identity, with_global_batch
-from lm.training.starting_point import StartingPoint, find_starting_point
+from lm.training.starting_point import StartingPoint, find_starting_points
 from model import LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES
 from model.lora import LoRALinear
 
+REPOSITORY = Path(__file__).parents[2]
 # Flags that may differ between machines.
 OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
@@ -71,13 +79,19 @@ class Inputs:
 
 
 def find_inputs(
-    args: TrainingArguments, model_settings: dict, engine: Engine | None, processes: int = 1
+    args: TrainingArguments,
+    model_settings: dict,
+    engine: Engine | None,
+    processes: int = 1,
+    start: StartingPoint | None = None,
 ) -> Inputs:
     """Find and check everything that a run needs. Every process must call it. Before a launch
-    `engine` is None and `processes` is given. Raises UsageError or ConfigError if a check fails."""
+    `engine` and `start` are None, and `processes` is given. Raises UsageError or ConfigError if a
+    check fails."""
     processes = engine.processes if engine else processes
-    choose = partial(choose_sources, args, model_settings, claims=engine is not None)
-    start, source, teacher, settings, data = on_main_process(engine, choose)
+    start = start or find_starting_points([args])[0]
+    choose = partial(choose_sources, args, model_settings, start)
+    source, teacher, settings, data = on_main_process(engine, choose)
     found = {"data": args.data or data} | ({"teacher": str(teacher.source.path)} if teacher else {})
     # Machines may have different paths and threads.
     filled = replace(args, threads=torch.get_num_threads(), **found)
@@ -150,9 +164,8 @@ def require_fitting_flags(
         raise UsageError(f"--sampled_softmax {parts} has no meaning {without}: leave it out")
 
 
-def choose_sources(args: TrainingArguments, model_settings: dict, claims: bool) -> tuple:
-    """Return a run's starting point, initial weights, teacher, model settings and data folder."""
-    start = find_starting_point(args, claims)
+def choose_sources(args: TrainingArguments, model_settings: dict, start: StartingPoint) -> tuple:
+    """Return a run's initial weights, teacher, model settings and data folder."""
     out, initial = Path(args.out_dir), args.init_from
     if start.checkpoint and initial:  # weights in the run folder: --init_from may be gone
         initial = str(start.folder.base if start.folder.base.exists() else start.checkpoint)
@@ -162,7 +175,57 @@ def choose_sources(args: TrainingArguments, model_settings: dict, claims: bool) 
     if args.teacher:
         teacher = TeacherWeights.find(args)
         settings = {"max_seq_len": teacher.training_length} | settings
-    return start, source, teacher, settings, prepared_data(args, start, source, teacher)
+    return source, teacher, settings, prepared_data(args, start, source, teacher)
+
+
+def prepared_data(
+    args: TrainingArguments,
+    start: StartingPoint,
+    source: WeightsFolder | None,
+    teacher: TeacherWeights | None,
+) -> str:
+    """Return the folder of prepared data; prepare conversations or a missing built-in corpus first.
+    Raises UsageError if preparing fails, the teacher's data is missing, two flags conflict, or the
+    conversations are not those of the resumed run."""
+    if isinstance(args, SFTArguments) and args.data is None:
+        tokenizer = source.tokenizer
+        folder = str(conversations_out(args.conversations, tokenizer))
+        own = read_settings(start.folder.settings).get("arguments", {}).get("data")
+        if start.checkpoint and own and Path(own).exists():
+            files, named = find_files(args.conversations, SUFFIXES), "--conversations"
+            require_text_of_run(named, files, Path(folder), own, start.folder.path)
+            return own
+        flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
+    elif getattr(args, "conversations", "builtin") != "builtin" and not start.checkpoint:
+        raise UsageError("--data is prepared data, --conversations is data to prepare: give one")
+    elif args.data is None:
+        return data_of(teacher.source.path)
+    elif args.data == TrainingArguments.data and not Path(args.data).exists():
+        folder, flags = args.data, ["--data", "builtin"]
+    else:
+        return args.data
+    flags += ["--out", folder, "--reuse"]  # --reuse accepts data with other settings
+    command = [sys.executable, "-m", "scripts.prepare_data", *flags]
+    search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    environ = os.environ | {"PYTHONPATH": search}
+    if subprocess.run(command, stdout=2, env=environ).returncode:  # stdout is for preflight's flags
+        print(f"try: python -m scripts.prepare_data {shlex.join(flags)}", file=sys.stderr)
+        raise ReportedError(f"{folder}: the data could not be prepared")
+    return folder
+
+
+def require_text_of_run(named: str, files: list[str], folder: Path, data: str, run: Path) -> None:
+    """Raise UsageError unless `data`, the prepared data of a resumed run, is that of these files:
+    it is never replaced. `named` are the settings that name the files, `folder` is where they are
+    prepared."""
+    then = read_description(Path(data)).get("prepared_from", {})
+    now = (folder.resolve(), len(files), sum(map(os.path.getsize, files)))
+    if now != (Path(data).resolve(), then.get("files"), then.get("bytes_on_disk")):
+        raise UsageError(
+            f"{named}: not what {run} was trained on; its data stays in {data}. To go on with it, "
+            f"pass --data {data} instead. To train on other data, start a new run with --init_from "
+            f"{run}, in pretraining also with PREPARE_FLAGS='--tokenizer {data}'"
+        )
 
 
 def source_settings(source: WeightsFolder | None, typed: dict) -> dict:

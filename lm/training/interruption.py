@@ -62,16 +62,11 @@ class StopRequest:
             os._exit(128 + number)
 
 
-def end_stopped(engines: list[Engine], saved: bool) -> None:
-    """Shut down the engines of stopped runs; end with exit code 1 if the runs are not saved."""
-    note = os.environ.get(STOP_NOTE)
-    if note and saved and engines[0].accelerator.is_local_main_process:
+def leave_note() -> None:
+    """Tell this machine's launcher that a stopped run is saved."""
+    if note := os.environ.get(STOP_NOTE):
         with suppress(OSError):  # without the note, the exit code is that of the signal
-            Path(note).touch()  # on every machine, for its launcher
-    for engine in engines:
-        engine.accelerator.end_training()
-    if not saved:
-        sys.exit(1)
+            Path(note).touch()
 
 
 def how_to_resume(run: Path | str) -> str:

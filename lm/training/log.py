@@ -44,11 +44,9 @@ class TrainingLog:
 
     def __init__(self, inputs: Inputs, accelerator: Accelerator, name: str = ""):
         self.accelerator, self.name = accelerator, name
-        self.args, self.folder = inputs.args, inputs.start.folder
+        self.inputs, self.args, self.folder = inputs, inputs.args, inputs.start.folder
         self.first_step, self.total_steps = inputs.start.step + 1, inputs.total_steps
-        self.flops_per_token = inputs.flops_per_token
-        samples = self.args.global_batch(accelerator.num_processes)
-        self.tokens_per_step = samples * inputs.train_set.tokens_per_sample
+        self.samples_per_step = self.args.global_batch(accelerator.num_processes)
         routing = ROUTING if inputs.config.use_moe else ()
         self.meter = LossMeter(accelerator, (*self.args.logged, *routing))
         self.clock = StepClock()
@@ -89,20 +87,21 @@ class TrainingLog:
             said = f"a tracker does not start ({one_line(error)}); --log_with none trains without"
             raise UsageError(f"--log_with {self.args.log_with}: {said}") from error
 
-    def end_step(self, step: int, rate: float, grad_norm: float | Tensor, epoch: float) -> None:
+    def end_step(self, step: int, rate: float, grad_norm: float | Tensor) -> None:
         """Count an optimizer step that has ended; report if it is time."""
         self.clock.steps += 1
         self.meter.end_step(grad_norm)
         is_due = step % self.args.log_interval == 0 or step in (1, self.total_steps)
         if is_due:
-            self._report(step, rate, float(grad_norm), epoch)
+            self._report(step, rate, float(grad_norm))
         if is_due or step == self.first_step:
             float(grad_norm)  # waits, so that the GPU is idle when the clock starts
             self.clock = StepClock()
 
-    def _report(self, step: int, rate: float, grad_norm: float, epoch: float) -> None:
+    def _report(self, step: int, rate: float, grad_norm: float) -> None:
         """Print a log line and write a row of metrics.jsonl."""
-        clock = self.clock
+        clock, data = self.clock, self.inputs.train_set
+        tokens_per_step = self.samples_per_step * data.tokens_per_sample
         elapsed = time.perf_counter() - clock.began
         seconds = elapsed - clock.paused
         means = self.meter.take()
@@ -110,18 +109,18 @@ class TrainingLog:
         speed = utilisation = None
         timing = f"{seconds:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
-            speed = round(clock.steps * self.tokens_per_step / seconds, 1)
+            speed = round(clock.steps * tokens_per_step / seconds, 1)
             timing = f"{speed:,.0f} tokens/s  "
             if self._peak is not None:
                 peak = self._peak * self.accelerator.num_processes
-                utilisation = speed * self.flops_per_token / peak
+                utilisation = speed * self.inputs.flops_per_token / peak
                 timing += f"MFU {utilisation:.1%}  "
             left = int(elapsed / clock.steps * (self.total_steps - step))
             timing += f"left {timedelta(seconds=left)}"
         values = {
             "step": step,
-            "epoch": round(epoch, 4),
-            "tokens": round(step * self.tokens_per_step),
+            "epoch": round(step * self.samples_per_step / data.samples_per_epoch, 4),
+            "tokens": round(step * tokens_per_step),
             **means,
             "learning_rate": rate,
             "grad_norm": grad_norm,

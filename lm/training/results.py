@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ from model.lora import merged_weights
 
 CONTINUATIONS = 3  # of the prompt, that the finished model writes
 PROMPT_TOKENS = 12  # tokens of a prompt from text data, if --sample_prompt is not given
-SHOWN = 80  # characters of a sample that the log shows
+SHOWN = 80  # characters of a sample that the log shows, at most half of them from the prompt
 
 
 def prompt_and_continuations(
@@ -70,7 +71,7 @@ def write_sample(step: int, model: Transformer | None, inputs: Inputs, log: Trai
         tokenizer = open_tokenizer(log.folder.path)  # that of --data may be newer
         with torch.compiler.set_stance("force_eager"):  # do not compile for new shapes
             prompt, (text,) = prompt_and_continuations(decoder, tokenizer, inputs)
-        log.say(f"step {step}/{log.total_steps}  sample {(prompt + text)[:SHOWN]!r}")
+        log.say(f"step {step}/{log.total_steps}  sample {(prompt[-SHOWN // 2 :] + text)[:SHOWN]!r}")
         row = json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
         with open(log.folder.samples, "a", encoding="utf-8") as file:
             file.write(f"{row}\n")
@@ -106,7 +107,7 @@ def write_results(inputs: Inputs, weights: dict[str, Tensor], log: TrainingLog) 
     adapter = f"adapter:    {run.adapter}, in PEFT's format (base weights: {run.base})\n"
     log.say(
         f"loss curve: {try_to(draw_losses, [run.path], run.loss_picture)}\n"
-        f"report:     {try_to(write_report, [run.path], run.report)}\n"
+        f"report:     {write_page([run])}\n"
         f"weights:    {run.weights}\n{adapter if lora else ''}\n"
         f"next: {python()} -m {next_command}\n"
         f"      {python()} -m scripts.evaluate {path}\n"
@@ -119,11 +120,18 @@ def _copy_template(run: RunFolder, folder: Path) -> None:
         shutil.copyfile(run.template, folder / run.template.name)
 
 
-def say_stopped(log: TrainingLog, step: int, reason: str, saved: bool) -> None:
-    """Print why a run stopped before its end, whether it is saved, and how to resume it."""
-    run, state = log.folder, "saved" if saved else "NOT SAVED"
-    command = "nothing has been saved so far"
-    if run.latest.exists():
-        command = f"to go on:\n  {how_to_resume(run.path)}"
-    log.say(f"report: {try_to(write_report, [run.path], run.report)}")
-    log.say(f"stopped by {reason} after step {step}, {state}; {command}")
+def write_page(runs: list[RunFolder]) -> str:
+    """Write the report of a run into its folder, or that of several runs beside their folders.
+    Return its path, or why it could not be written."""
+    page = runs[0].path.with_name("several.html") if len(runs) > 1 else runs[0].report
+    return try_to(write_report, [run.path for run in runs], page)
+
+
+def say_stopped(runs: list[RunFolder], step: int, reason: str, saved: bool) -> None:
+    """Print why runs stopped before their end, whether they are saved, and how to resume them."""
+    state, command = "saved" if saved else "NOT SAVED", "nothing has been saved so far"
+    if all(run.latest.exists() for run in runs):
+        command = f"to go on:\n  {how_to_resume('auto' if len(runs) > 1 else runs[0].path)}"
+    with suppress(OSError):  # a terminal that was closed
+        print(f"report: {write_page(runs)}")
+        print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)

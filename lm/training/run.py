@@ -20,12 +20,10 @@ from lm.engine.compilation import why_not_compile
 from lm.engine.engine import Engine
 from lm.training.build import build_model
 from lm.training.checkpoint_writer import Checkpointer, load_checkpoint
-from lm.training.distillation import Teacher
 from lm.training.inputs import Inputs
-from lm.training.interruption import StopRequest, end_stopped
 from lm.training.log import TrainingLog
 from lm.training.profiler import StepProfiler
-from lm.training.results import say_stopped, write_results, write_sample
+from lm.training.results import write_sample
 from lm.training.schedule import LearningRate
 from lm.training.validation import validate, validation_loader, yardsticks
 from model import IGNORE_INDEX
@@ -96,16 +94,15 @@ def with_weights(batches: Iterator[MicroBatch], n: int, engine: Engine) -> Itera
 
 class Run:
     """One training run. Creating it builds the model with random weights, and loads the checkpoint
-    of a resumed run; lm/training/set_up.py loads --init_from. Log lines begin with `name`."""
+    of a resumed run; lm/training/set_up.py loads --init_from. Log lines begin with `name`.
+    `runs` are the `Runs` that train side by side: in most programs this run alone."""
 
-    def __init__(self, inputs: Inputs, engine: Engine, stop: StopRequest, name: str = ""):
-        self.inputs, self.engine, self.stop = inputs, engine, stop
+    def __init__(self, inputs: Inputs, engine: Engine, runs, name: str = ""):
+        self.inputs, self.engine, self.runs = inputs, engine, runs
         args, train_set, start = inputs.args, inputs.train_set, inputs.start
         self.args, self.accelerator, self.folder = args, engine.accelerator, start.folder
         self.first_step, self.total_steps = start.step + 1, inputs.total_steps
-        self.teacher: Teacher | None = None  # only in distillation
-        if inputs.teacher:
-            self.teacher = Teacher(inputs.teacher, engine, args.dtype, train_set.vocab_size)
+        self.teacher = inputs.teacher and inputs.teacher.load(engine, args.dtype)
         was_compiled = start.state.get("compiled")  # a resumed run needs the same kernels
         tokens = args.global_batch(1) * self.total_steps * train_set.tokens_per_sample
         flops = tokens * inputs.flops_per_token  # of this process in the whole run
@@ -114,11 +111,10 @@ class Run:
         compiled = self.why_not_compiled is None
         self.work = inputs.workload(engine.processes, self.accelerator.device, compiled)
         self.model, self.optimizer, self.state = build_model(inputs, engine, self.work)
-        self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
+        self.val_loss: float | None = start.state.get("val_loss")  # after the latest step, if known
         self.interrupted = False  # True if a stop request has ended a validation early
         self.learning_rate = LearningRate(args, self.total_steps)
         self._reduction = ExitStack()  # under ZeRO-2, what reduces the gradients once per step
-        self.samples_per_step = args.global_batch(engine.processes)
         self._batches = read_batches(inputs, engine)
         if train_set.kind == CONVERSATIONS:  # in a text every target counts, the weights stay 1
             self._batches = with_weights(self._batches, args.accumulation_steps, engine)
@@ -135,7 +131,7 @@ class Run:
         """Yield the step numbers from `first_step` to the last step or a stop request."""
         self.model.train()
         for step in range(self.first_step, self.total_steps + 1):
-            if self.stopped:
+            if self.runs.stopped:
                 return
             yield step
 
@@ -207,48 +203,42 @@ class Run:
 
     def end(self, step: int, grad_norm: float | Tensor) -> None:
         """Report the step (see `report`); save if it is time; at a stop request, save and stop."""
-        self.save_or_stop(step, self.report(step, grad_norm))
+        self.report(step, grad_norm)
+        self.runs.end(step)
 
-    def save_or_stop(self, step: int, val_loss: float | None) -> None:
-        """Save if it is time; at a stop request, save and stop. Every process must call this."""
-        reason = self.stop.reason()
-        if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):
-            self.save(step, val_loss)
-            self.stop.saved()
-        if reason and (step < self.total_steps or self.interrupted):
-            self.stopped = step, reason
-
-    def repeat_validation(self) -> None:
-        """After a resume, make up for a validation and a sample that a stop request prevented."""
-        start = self.inputs.start
-        is_due = self.val_loader and self._is_time(start.step, self.args.eval_interval)
-        if start.checkpoint and is_due and start.state["val_loss"] is None:
-            self.save_or_stop(start.step, self.evaluate(start.step))
-
-    def report(self, step: int, grad_norm: float | Tensor) -> float | None:
-        """Log the step, then `evaluate`; return its validation loss. Raises UsageError after
-        --max_bad_steps steps in a row with a non-finite gradient."""
+    def report(self, step: int, grad_norm: float | Tensor) -> None:
+        """Log the step, then `evaluate`. Raises UsageError after --max_bad_steps steps in a row
+        with a non-finite gradient."""
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
-        epoch = step * self.samples_per_step / self.inputs.train_set.samples_per_epoch
-        self.log.end_step(step, self.learning_rate(step), grad_norm, epoch)
+        self.log.end_step(step, self.learning_rate(step), grad_norm)
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
         # If the norm is on a GPU, reading the counter waits for the GPU: it is read more rarely.
         interval = most if getattr(grad_norm, "is_cuda", False) else 1
         if self._is_time(step, interval) and (bad := int(self.log.meter.worst_in_row)) >= most:
-            self.checkpointer.wait()
+            self.runs.wait()
             steps = f"{bad} steps in a row"
             raise UsageError(f"{steps} had a non-finite gradient: lower --learning_rate")
-        return self.evaluate(step)
+        self.evaluate(step)
 
-    def evaluate(self, step: int) -> float | None:
-        """Validate and write a sample if it is time. Return the validation loss or None."""
-        val_loss = self.validate(step) if self._is_time(step, self.args.eval_interval) else None
+    def evaluate(self, step: int) -> None:
+        """Validate and write a sample if it is time."""
+        self.val_loss = (
+            self.validate(step) if self._is_time(step, self.args.eval_interval) else None
+        )
         if self.args.sample_interval and step % self.args.sample_interval == 0:
             self.write_sample(step)
-        return val_loss
+
+    def repeat_validation(self) -> bool:
+        """After a resume, make up for a validation and a sample that a stop request prevented.
+        Return whether this was necessary."""
+        start = self.inputs.start
+        is_due = self.val_loader and self._is_time(start.step, self.args.eval_interval)
+        if repeats := bool(start.checkpoint and is_due and self.val_loss is None):
+            self.evaluate(start.step)
+        return repeats
 
     def validate(self, step: int) -> float | None:
         """Log and return the validation loss; None if it is not finite, if there are no data or
@@ -257,7 +247,7 @@ class Run:
             return None
         with self.log.clock.pause():
             data = self.inputs.val_set
-            how = (self.accelerator, data.bytes_per_token, self.stop.reason)
+            how = (self.accelerator, data.bytes_per_token, self.runs.stop.reason)
             result = validate(self.model, self.val_loader, *how)
             self.interrupted = result is None
             if self.interrupted:
@@ -276,45 +266,19 @@ class Run:
         with self.log.clock.pause():
             write_sample(step, self.state.whole_model(), self.inputs, self.log)
 
-    def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
-        """Return whether val_loss is the lowest so far, --save_interval is due, or the run ends.
-        Every process must call this."""
-        is_best = val_loss is not None and self.checkpointer.is_best(val_loss)
-        return is_best or self._is_time(step, self.args.save_interval)
+    def is_time_to_save(self, step: int) -> bool:
+        """Return whether no checkpoint has a validation loss as low as the run's, --save_interval
+        is due, or the run ends. Every process must call this."""
+        if self._is_time(step, self.args.save_interval):
+            return True
+        if self.val_loss is None:
+            return False
+        self.runs.wait()  # the checkpoint that is being written may be the best
+        return self.checkpointer.is_best(self.val_loss)
 
     def _is_time(self, step: int, interval: int) -> bool:
         return step == self.total_steps or (interval > 0 and step % interval == 0)
 
-    def save(self, step: int, val_loss: float | None) -> None:
-        """Copy the state for a checkpoint; a thread writes it while training continues."""
-        with self.log.clock.pause():
-            self.checkpointer.save(step, val_loss)
-
-    def close(self) -> bool:
-        """Wait for the last checkpoint and close the log; return whether the save succeeded."""
-        saved = self.checkpointer.wait()
-        self.log.close()
-        return saved
-
     def finish(self) -> None:
-        """Write the results; then raise UsageError if the last save failed. After a stop request,
-        print how to resume the run instead."""
-        if self.stopped:
-            saved = self.close()
-            if self.engine.is_main:
-                say_stopped(self.log, *self.stopped, saved)
-            end_stopped([self.engine], saved)
-        else:
-            saved = self.write_results()
-            self.accelerator.end_training()
-            if not saved:
-                raise UsageError(f"{self.folder.path}: the last checkpoint was not saved")
-
-    def write_results(self) -> bool:
-        """Write weights, then sample and report; close the trackers. Return whether the last
-        checkpoint is saved."""
-        weights = self.state.weights()
-        self.checkpointer.wait()
-        if self.engine.is_main:
-            write_results(self.inputs, weights, self.log)
-        return self.close()
+        """Write the results, or say how to resume the run: see `Runs.finish`."""
+        self.runs.finish()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -20,37 +19,45 @@ from lm.engine.engine import Engine, build_engines, exit_rank
 from lm.storage.checkpoint import write_base
 from lm.storage.folder import claim, claim_new, release_locks
 from lm.training.arguments import TrainingArguments, build_parser
-from lm.training.build import random_state
+from lm.training.build import select_engine
 from lm.training.failures import one_line_failures
 from lm.training.inputs import Inputs, find_inputs
 from lm.training.interruption import LIVES_ON, SIGNALS, StopRequest
 from lm.training.log import require_trackers
 from lm.training.resume import changes_since_stop, decided_arguments
 from lm.training.run import Run
+from lm.training.runs import Runs
 from lm.training.start_block import start_block, warnings
-from lm.training.starting_point import set_aside, settings_of, write_settings
+from lm.training.starting_point import (
+    find_starting_points,
+    set_aside,
+    settings_of,
+    write_settings,
+)
 from model import ConfigError
+
+Model = tuple[TrainingArguments, dict]  # its training arguments and its model settings
 
 
 def run_program(
     arguments: type[TrainingArguments],
-    train: Callable[[Any], None],
+    train: Callable[[Run], None],
     argv: list[str] | None,
-    make: Callable[[TrainingArguments, dict], Any] | None = None,
+    read_models: Callable[[dict], list[Model]] | None = None,
 ) -> None:
     """Set up a run and train it, unless it is finished. If `argv` is None, the flags are those of
     the command line, and the process ends here. With `argv`, as in a notebook, it continues.
-    `make` (default: `set_up`) returns the argument of `train`, or None if the run is finished."""
+    `read_models`, if given, returns several models from the typed flags; `train` gets the first."""
     process = nullcontext() if argv is None else notebook_process([arguments.program, *argv])
     try:
         with one_line_errors(arguments.program, UsageError, ConfigError), process:
             join_tasks()
             typed = vars(build_parser(arguments).parse_args(argv))
             args, model_settings = decided_arguments(typed, arguments)
+            models = read_models(typed) if read_models else [(args, model_settings)]
             with one_line_failures(args, model_settings):
-                subject = (make or set_up)(args, model_settings)
-                if subject is not None:
-                    train(subject)
+                if run := set_up_together(models):
+                    train(run)
     finally:
         if argv is None:
             exit_rank()
@@ -88,47 +95,41 @@ def notebook_process(command: list[str]) -> Iterator[None]:
 def set_up(args: TrainingArguments, model_settings: dict, run_class: type[Run] = Run) -> Run | None:
     """Return a run that is ready to train, or None if it is finished. Raises UsageError or
     ConfigError if the run cannot be trained."""
-    run = next(iter(set_up_together([(args, model_settings)], run_class=run_class)), None)
-    if run:
-        run.repeat_validation()
-    return run
+    return set_up_together([(args, model_settings)], run_class)
 
 
-def set_up_together(
-    models: list[tuple[TrainingArguments, dict]],
-    resumed: Callable[[], list] | None = None,
-    run_class: type[Run] = Run,
-) -> dict[Run, dict]:
-    """Set up runs that read the same batches. Return a dict: unfinished run → its random state.
-    `resumed`, if given, returns the value of --resume for each run; the main process calls it."""
+def set_up_together(models: list[Model], run_class: type[Run] = Run) -> Run | None:
+    """Set up runs that read the same batches, and return the first of those that are not finished.
+    Raises UsageError or ConfigError if a run cannot be trained."""
     started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
     require_trackers(first.trackers)
     engines = build_engines([args for args, _ in models])
-    if resumed:
-        paths = on_main_process(engines[0], resumed)
-        pairs = zip(models, paths, strict=True)
-        models = [(replace(args, resume=path), settings) for (args, settings), path in pairs]
-    pairs = zip(models, engines, strict=True)
-    inputs = [find_inputs(args, settings, engine) for (args, settings), engine in pairs]
+    find = partial(find_starting_points, [args for args, _ in models], claims=True)
+    starts = on_main_process(engines[0], find)
+    inputs = [
+        find_inputs(args, settings, engine, start=start)
+        for (args, settings), engine, start in zip(models, engines, starts, strict=True)
+    ]
     require_the_same_batches(inputs)
-    stop = StopRequest(engines[0], first.time_limit, first.save_minutes, since=started)
-    runs = {}
+    runs = Runs(StopRequest(engines[0], first.time_limit, first.save_minutes, since=started))
     for each, engine in zip(inputs, engines, strict=True):
         select_engine(engine)
         name = each.args.run_name if len(models) > 1 else ""
-        if run := start_run(each, engine, stop, name, run_class):
-            runs[run] = random_state(engine.accelerator.device)
-    settings = {run: settings_of(run.args, run.inputs.config, run.engine) for run in runs}
-    for run in runs:
+        if run := start_run(each, engine, runs, name, run_class):
+            runs.add(run)
+    settings = {run: settings_of(run.args, run.inputs.config, run.engine) for run in runs.all}
+    for run in runs.all:
         on_main_process(run.engine, partial(run.log.start_trackers, settings[run]))
-    for run in runs:  # rename checkpoints and write settings after all runs are set up
+    for run in runs.all:  # rename checkpoints and write settings after all runs are set up
         if run.engine.is_main:
             set_aside(run.inputs.start)
             write_settings(run.folder, settings[run], run.inputs.train_set)
         run.log.open()
-    if not runs:
+    if not runs.all:
         engines[0].accelerator.end_training()
-    return runs
+        return None
+    runs.repeat_validations()
+    return runs.all[0]
 
 
 def require_the_same_batches(inputs: list[Inputs]) -> None:
@@ -143,14 +144,8 @@ def require_the_same_batches(inputs: list[Inputs]) -> None:
             raise UsageError(f"all models must have the same {name}: {', '.join(of_each)}")
 
 
-def select_engine(engine: Engine) -> None:
-    """Make Accelerate use the DeepSpeed configuration of this engine."""
-    if engine.plugin is not None:
-        engine.accelerator.state.select_deepspeed_plugin(engine.plugin)
-
-
 def start_run(
-    inputs: Inputs, engine: Engine, stop: StopRequest, name: str, run_class: type[Run]
+    inputs: Inputs, engine: Engine, runs: Runs, name: str, run_class: type[Run]
 ) -> Run | None:
     """Build the model, load weights and print the start block. Return None if the run is finished.
     Every process must call it. Raises UsageError or ConfigError if the run cannot be trained."""
@@ -158,13 +153,14 @@ def start_run(
     take = claim if args.run_name or start.checkpoint else claim_new
     start = replace(start, folder=on_main_process(engine, partial(take, start.folder)))
     inputs = replace(inputs, start=start)
+    runs.folders.append(start.folder)
     engine.set_accumulation(args.accumulation_steps)
     finished = start.step >= inputs.total_steps
     if finished and on_main_process(engine, start.folder.weights.exists):
         steps = f"{start.step} of {inputs.total_steps} steps"
         engine.accelerator.print(f"{start.folder.path} is finished, {steps}: raise --max_steps")
         return None
-    run = run_class(inputs, engine, stop, name)
+    run = run_class(inputs, engine, runs, name)
     if inputs.source and not start.checkpoint:
         model = on_every_process(engine, inputs.source.load)
         weights = {name: p.detach() for name, p in model.named_parameters()}

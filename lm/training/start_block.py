@@ -26,7 +26,7 @@ from model import Transformer
 def start_block(run: Run) -> str:
     """Return the summary of a run: one fact per line, with aligned names."""
     args, engine, inputs, rate = run.args, run.engine, run.inputs, run.learning_rate
-    device, data, batch = run.accelerator.device, inputs.train_set, run.samples_per_step
+    device, data, batch = run.accelerator.device, inputs.train_set, run.log.samples_per_step
     attention = attention_kernel(inputs.config, getattr(torch, args.dtype), device)
     lora, checkpoint = inputs.shapes.lora, inputs.start.checkpoint
     origin = f"{inputs.source.path}, with a new optimizer" if inputs.source else "scratch"
@@ -154,12 +154,14 @@ def warnings(run: Run) -> list[str]:
     if source and not inputs.start.checkpoint and (most := source.config().max_seq_len) < n:
         text = f"WARNING: {source.path} was trained on {most} positions, but this run has {n}"
         texts.append(f"{text}: pass --max_seq_len {most}, or train long enough to learn the others")
+    expected = estimate(engine.strategy, run.work)
     if not fits(engine.strategy, run.work, free):
-        needs = f"{memory(estimate(engine.strategy, run.work).peak)} plus a margin"
+        needs = f"{memory(expected.peak)} plus a margin"
         advice = less_memory(args, inputs.config.use_flash_attn)
         texts.append(f"WARNING: a process may need {needs}, but has only {memory(free)}: {advice}")
-    if (offloaded := estimate(engine.strategy, run.work).ram) > ram:
-        text = f"WARNING: each process offloads {memory(offloaded)} to RAM, but only {memory(ram)} "
+    if expected.ram > ram:
+        only = f"only {memory(ram)}"
+        text = f"WARNING: each process offloads {memory(expected.ram)} to RAM, but {only} "
         texts.append(f"{text}are free: the system may kill it. Use more GPUs, or NVMe")
     if engine.total(int(not run.folder.path.exists())):
         texts.append(

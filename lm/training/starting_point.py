@@ -40,17 +40,21 @@ class StartingPoint:
         return self.state.get("step", 0)
 
 
-def find_starting_point(args: TrainingArguments, claims: bool = False) -> StartingPoint:
-    """Find the run folder and, for --resume, its newest undamaged checkpoint or the named one.
-    With `claims`, lock an existing folder first: a run that is ending may save another checkpoint.
-    Raises UsageError as `find_folder` does, and if all checkpoints are damaged."""
-    run, checkpoints = find_folder(args, claims)
-    if newest := newest_undamaged(checkpoints):
-        return StartingPoint(run, newest, read_state(newest))
-    if args.resume:
-        searched = Path(args.out_dir, args.run_name or "")
-        print(f"--resume auto: no checkpoint in {searched}, a new run starts")
-    return StartingPoint(run)
+def find_starting_points(
+    models: list[TrainingArguments], claims: bool = False
+) -> list[StartingPoint]:
+    """Find each run's folder and, for --resume, the named checkpoint or those of the newest step
+    that is undamaged in all runs. With `claims`, lock existing folders first: a run that is ending
+    may save another checkpoint. Raises UsageError as `find_folder` and `newest_undamaged` do."""
+    folders, checkpoints = zip(*(find_folder(args, claims) for args in models), strict=True)
+    if paths := newest_undamaged(*checkpoints):
+        pairs = zip(folders, paths, strict=True)
+        return [StartingPoint(run, path, read_state(path)) for run, path in pairs]
+    for args in models:
+        if args.resume:
+            searched = Path(args.out_dir, args.run_name or "")
+            print(f"--resume auto: no checkpoint in {searched}, a new run starts")
+    return [StartingPoint(run) for run in folders]
 
 
 def find_folder(args: TrainingArguments, claims: bool = False) -> tuple[RunFolder, list[Path]]:

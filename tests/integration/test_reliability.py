@@ -254,11 +254,11 @@ def test_data_that_is_moved_away_does_not_change_a_run(packed, tmp_path, monkeyp
     assert run.repeatable() == whole.repeatable()
 
 
-def test_a_stop_that_cannot_save_exits_with_code_1(packed, tmp_path, capsys):
+def test_a_stop_that_cannot_save_exits_with_code_2(packed, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     flags = f"{ENDLESS} --time_limit 0.02"
     with pytest.raises(SystemExit) as ended:
         main(train_command([], 1, packed, tmp_path / "run", flags))
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert "NOT SAVED; nothing has been saved so far" in capsys.readouterr().out

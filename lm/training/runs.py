@@ -1,0 +1,113 @@
+"""`Runs`: runs that train side by side, take turns, and are saved and stopped together."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from lm.common.errors import UsageError
+from lm.engine.engine import CHECKPOINT_WRITER
+from lm.storage.folder import RunFolder
+from lm.training.build import random_state, restore_random, select_engine
+from lm.training.checkpoint_writer import prune
+from lm.training.interruption import StopRequest, leave_note
+from lm.training.results import say_stopped, write_page, write_results
+from lm.training.run import Run
+
+
+class Runs:
+    """The unfinished runs of a program, most often one run. `folders` are those of all runs."""
+
+    def __init__(self, stop: StopRequest):
+        self.stop = stop
+        self.all: list[Run] = []
+        self.folders: list[RunFolder] = []
+        self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
+        self._random: dict[Run, dict] = {}  # the random state of each run when its turn ended
+        self._left: dict[Run, float] = {}  # the time at which its turn ended
+        self._writer = threading.Thread()  # writes the latest checkpoint of each run
+        self._saved = True  # whether it was written; true on other processes than the main one
+
+    def add(self, run: Run) -> None:
+        """Add a run that is ready for its first step. It is its turn now."""
+        self.all.append(run)
+        self._end_turn(run)
+
+    def in_turn(self) -> Iterator[Run]:
+        """Yield each run after switching to its engine and random state. The clock of a run does
+        not count the turns of other runs."""
+        for run in self.all:
+            select_engine(run.engine)
+            if len(self.all) > 1:
+                run.log.clock.paused += time.perf_counter() - self._left[run]
+                restore_random(self._random[run], run.accelerator.device)
+            yield run
+            if len(self.all) > 1:
+                self._end_turn(run)
+
+    def _end_turn(self, run: Run) -> None:
+        self._random[run] = random_state(run.accelerator.device)
+        self._left[run] = time.perf_counter()
+
+    def repeat_validations(self) -> None:
+        """After a resume, make up for validations that a stop request prevented."""
+        repeated = [run.repeat_validation() for run in self.in_turn()]
+        if any(repeated):
+            self.end(self.all[0].inputs.start.step)
+
+    def end(self, step: int) -> None:
+        """Save all runs if one run is due, --save_minutes have passed, or a stop is requested."""
+        reason = self.stop.reason()
+        due = [run.is_time_to_save(step) for run in self.all]
+        if reason or self.stop.time_to_save or any(due):
+            self.save(step)
+        if reason and (step < self.all[0].total_steps or any(run.interrupted for run in self.all)):
+            self.stopped = step, reason
+
+    def save(self, step: int) -> None:
+        """Copy the state of each run; a thread writes the checkpoints while training goes on."""
+        copies = []
+        for run in self.in_turn():
+            with run.log.clock.pause():
+                self.wait()
+                copies.append(run.checkpointer.copy(step, run.val_loss))
+        self.stop.saved()
+        if self.all[0].engine.is_main:
+            self._writer = threading.Thread(target=self._write, args=copies, name=CHECKPOINT_WRITER)
+            self._writer.start()
+
+    def _write(self, *copies: Callable[[], bool]) -> None:
+        """Write the copies. Runs resume from a common step: if one fails, no run is pruned."""
+        written = [write() for write in copies]
+        self._saved = all(written)
+        if self._saved:
+            for run in self.all:
+                prune(run.folder, run.args.keep_last)
+
+    def wait(self) -> bool:
+        """Wait for the save in progress, if any; return False if the latest save failed. Only the
+        main process knows this; other processes return True."""
+        if self._writer.ident:  # the thread was started
+            self._writer.join()
+        return self._saved
+
+    def finish(self) -> None:
+        """Write the results of each run; after a stop request, print how to resume instead. Then
+        raise UsageError if the last save failed."""
+        saved, main = self.wait(), self.all[0].accelerator
+        if self.stopped:
+            if main.is_main_process:
+                say_stopped(self.folders, *self.stopped, saved)
+            if saved and main.is_local_main_process:
+                leave_note()
+        else:
+            for run in self.in_turn():
+                weights = run.state.weights()
+                if main.is_main_process:
+                    write_results(run.inputs, weights, run.log)
+            if main.is_main_process and len(self.folders) > 1:
+                print(f"\nreport of all runs: {write_page(self.folders)}", flush=True)
+        for run in self.all:
+            run.log.close()
+            run.accelerator.end_training()
+        if not saved:
+            raise UsageError("the last checkpoint was not saved, see CHECKPOINT NOT SAVED above")
