@@ -98,7 +98,7 @@ def planned(
 
     def speed(model: recipe.Candidate) -> Speed:
         step = model.rows * model.length * model.flops * task.processes / flops
-        return Speed(step, FORWARD_SHARE * step / model.rows)
+        return Speed(step, step / model.rows, FORWARD_SHARE * step / model.rows)
 
     plan = recipe.choose(task, models, speed)
     return plan, plan.seconds / 60, vocab_size

@@ -65,7 +65,8 @@ def test_a_window_that_is_disturbed_does_not_count(timed, disturbed):
 def test_a_slow_machine_measures_steps_of_fewer_sequences_and_scales_them(timed):
     found, steps = timed(lambda rows, n, step: 5.0 * rows, limit=100.0)
     assert {rows for rows, _ in steps} == {1, 2}
-    assert found.step == pytest.approx(5.0 * 8)
+    assert (found.step, found.one) == pytest.approx((5.0 * 8, 5.0))
+    assert found.with_rows(3, 8).step == pytest.approx(5.0 * 3)
     assert sum(5.0 * rows for rows, _ in steps) < 100
     _, steps = timed(lambda rows, n, step: 1e-3 * rows)
     assert {rows for rows, _ in steps} == {1, 8}

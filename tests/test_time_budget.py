@@ -4,7 +4,6 @@ import os
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -65,7 +64,9 @@ def pretend(monkeypatch):
             times = {n: work / n if n <= free else 10 * work / free for n in threads or (free,)}
             best = min(times, key=times.get)
             sample = times[best] / flags["batch_size"] / 3
-            return Speed(times[best], sample, best if threads else None)
+            one = times[best] * (0.02 + 1e-11 * flags["max_seq_len"] * parameters)
+            one /= 0.02 + 1e-11 * tokens * parameters
+            return Speed(times[best], one, sample, best if threads else None)
 
         monkeypatch.setattr(candidates, "measure", measure)
         monkeypatch.setattr(candidates, "available_cores", lambda: cores)
@@ -152,18 +153,23 @@ def test_a_model_that_does_not_fit_is_no_candidate(budget_of, monkeypatch):
 
 
 def test_one_process_measures_the_sequences_that_fit_into_it_and_scales_the_time(
-    budget_of, pretend
+    budget_of, pretend, monkeypatch
 ):
-    """A model that fits only when it is divided is not measured."""
+    """A model that fits only when it is divided is not measured, and not compared with compiled
+    steps: the training program decides."""
     asked = pretend(cores=4)
     speeds = []
-    for rows, alone in ((8, 2), (2, 2), (8, 0)):
+    for alone in (2, 8):
         made = budget_of(*TINY, NUM_PROCESSES="2").candidates
-        speeds.append(made.measured(replace(made.models()[0], rows=rows, rows_alone=alone)))
+        speeds.append(made.measure(replace(made.models()[0], rows=8, rows_alone=alone)).step)
         assert made.thread_counts == (2, 1)  # the processes share the cores
-    assert speeds[0].step == pytest.approx(4 * speeds[1].step)
-    assert [speed.measured for speed in speeds] == [True, True, False]
-    assert [each["batch_size"] for each in asked] == [2, 2]
+    assert [each["batch_size"] for each in asked] == [2, 8]
+    assert speeds[0] == pytest.approx(speeds[1])
+    made = budget_of(NUM_PROCESSES="2", MINUTES="99")
+    divided = [replace(model, rows_alone=0) for model in made.candidates.models()]
+    monkeypatch.setattr(made.candidates, "models", lambda: divided)
+    assert "compile" not in made.flags()
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(("busy", "threads"), [(0, 4), (1, 3), (2, 2)])
@@ -191,53 +197,53 @@ def test_measuring_takes_a_fifth_of_the_time_and_ends_with_the_chosen_model(
     assert (plan.model.settings["dim"], plan.model.rows) in measured
 
 
-def test_what_is_not_measured_any_more_is_scaled_from_what_was(budget_of, pretend):
+def test_what_is_not_measured_is_scaled_from_what_was(budget_of, pretend):
     pretend(slow=7)
     made = budget_of().candidates
     small, *_, large = made.models()
-    before = made.assumed(large).step / made.assumed(small).step
-    measured = made.measured(small)
-    made.until = 0
-    assert made.measured(small) == measured
-    scaled = made.measured(large)
+    before = made.speed(large).step / made.speed(small).step
+    measured = made.measure(small)
+    assert made.speed(small) == measured
+    scaled = made.speed(large)
     assert scaled.step / measured.step == pytest.approx(before)
     of_a_sequence = measured.sample * small.rows / large.rows
     assert scaled.sample / of_a_sequence == pytest.approx(before)
     assert not scaled.measured
 
 
-@pytest.mark.parametrize("wanted", ["auto", "on"])
-def test_compiling_is_not_compared_with_an_assumed_speed(budget_of, pretend, monkeypatch, wanted):
-    asked = pretend(saves=0.2)
-    made = budget_of("--compile", wanted, MINUTES="99")
-    measured = made.candidates.measured
-    only_compiled = lambda model, *more, **how: (  # noqa: E731
-        measured(model, *more, **how) if how else made.candidates.assumed(model)
-    )
-    monkeypatch.setattr(made.candidates, "measured", only_compiled)
-    assert made.flags().get("compile") is None  # typed, or left to the training program
-    assert [each["compile"] for each in asked] == (["on"] if wanted == "on" else [])
+def test_after_a_good_guess_nothing_else_is_measured(budget_of, pretend):
+    asked = pretend()
+    made = budget_of("--compile", "off", MINUTES="99")
+    best = made.plan().model
+    guess = budget_of("--compile", "off", MINUTES="99")
+    guess.candidates.known = dict(made.candidates.known)
+    asked.clear()
+    assert guess.plan().model == best
+    assert asked == []
 
 
-def test_after_memory_ran_out_the_smaller_micro_batch_is_measured_whatever_the_time(
+def test_steps_that_run_out_of_memory_get_fewer_sequences_whatever_the_time(
     budget_of, pretend, monkeypatch
 ):
-    asked = pretend(passes=10)  # a small model suits
+    asked = pretend()
     measure = candidates.measure
-    made = budget_of()
+    most = {"batch_size": 5, "dim": 128}
 
     def little_memory(train, arguments, flags, threads, seconds):
         made.candidates.until = 0.0
-        if flags["batch_size"] > 4:
+        if any(flags[name] > value for name, value in most.items()):
             raise TooLittleMemoryError("out of memory")
         return measure(train, arguments, flags, threads, seconds)
 
     monkeypatch.setattr(candidates, "measure", little_memory)
-    made.plan()
-    assert asked[0]["batch_size"] == 4
-    none = TooLittleMemoryError("out of memory")
-    monkeypatch.setattr(candidates, "measure", Mock(side_effect=none))
-    assert error_of(budget_of().plan, error=TooLittleMemoryError) == "out of memory"
+    made = budget_of("--compile", "off", MINUTES="10000")
+    plan = made.plan()
+    assert (plan.model.settings["dim"], plan.model.rows) == (128, 4)
+    assert {each["batch_size"] for each in asked} == {4}
+    for typed in ([], ["--batch_size", "16"]):
+        most["batch_size"] = 5 if typed else 0
+        made = budget_of(*typed)
+        assert error_of(made.plan, error=TooLittleMemoryError) == "out of memory"
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,10 @@ class Candidates:
             self.thread_counts = tuple(dict.fromkeys(counts))
         seconds = min(MEASURING_SHARE * 60 * request.minutes, MOST_MEASURING)
         self.until = time.time() + seconds  # measuring ends
-        self.seconds = seconds / 2  # of a measurement: on a slow machine, there are two
-        # Models that were measured without compilation, in this order: by name and rows.
-        self.known: dict[tuple[str, int], tuple[Candidate, Speed]] = {}
-        self.taken = 0.0  # seconds of the last measurement; 0: none, or memory ran out
+        self.seconds = seconds / 2  # of a measurement, at most
+        # Models that were measured without compilation, in this order: by name.
+        self.known: dict[str, tuple[Candidate, Speed]] = {}
+        self.taken = 0.0  # seconds of the last measurement
 
     def models(self) -> list[Candidate]:
         """Return the models to choose from, smallest first. A model that does not fit into memory
@@ -145,48 +145,49 @@ class Candidates:
         sizes = shape["dim"], shape["tie_embeddings"], model.counted
         return shape | flags | recipe_flags(optimizer, *sizes, batch, passes)
 
-    def assumed(self, model: Candidate) -> Speed:
-        """Return the speed in proportion to that of the last model that was measured, or at an
-        assumed number of FLOP/s."""
+    def speed(self, model: Candidate) -> Speed:
+        """Return the measured speed of a model; if there is none, a speed in proportion to that of
+        the last model that was measured, or else at an assumed number of FLOP/s."""
+        if model.name in self.known:
+            return self.known[model.name][1]
         work = model.rows * model.length * model.flops  # FLOPs of a step
         if self.known:
             other, speed = list(self.known.values())[-1]
             scale = work / (other.rows * other.length * other.flops)
-            sample = speed.sample * scale * other.rows / model.rows
-            return Speed(speed.step * scale, sample, speed.threads, measured=False)
+            of_one = scale * other.rows / model.rows
+            times = speed.step * scale, speed.one * of_one, speed.sample * of_one
+            return Speed(*times, speed.threads, measured=False)
         flops = CORE_FLOPS * available_cores() * self.request.machines / self.processes
         if self.device.type == "cuda":
             precision = self.inputs.args.matrix_precision
             peak = peak_flops(torch.cuda.get_device_name(), precision) or GPU_PEAK
             flops = peak * GPU_SHARE
-        step = work / flops
-        return Speed(step, FORWARD_SHARE * step / model.rows, measured=False)
+        step, one = work / flops, work / flops / model.rows
+        return Speed(step, one, FORWARD_SHARE * one, measured=False)
 
-    def measured(
+    def measure(
         self, model: Candidate, threads: int | None = None, compiled: bool = False
     ) -> Speed:
         """Measure the speed in this process alone, with so many `threads` or the fastest number. If
-        the time for measuring is over, or if this process has too little memory, return the assumed
-        speed. If it has memory for fewer sequences than each process of the run, the time is scaled
+        this process has memory for fewer sequences than each process of the run, the time is scaled
         up. Raises errors as lm.training.measurement.measure does."""
-        case, begun, rows = (model.name, model.rows), time.time(), min(model.rows, model.rows_alone)
-        if not compiled:
-            if case in self.known:
-                return self.known[case][1]
-            # The model that is chosen in the end must be measured, too: see TimeBudget.plan.
-            if not rows or (self.taken and begun + 2 * self.taken > self.until):
-                return self.assumed(model)
+        begun, rows = time.time(), min(model.rows, model.rows_alone)
         flags = self.flags_of_run(model) | {"batch_size": rows}
         flags |= {"compile": "on" if compiled else "off"}
         counts = (threads,) if threads else self.thread_counts
-        self.taken = 0.0  # if memory runs out, fewer sequences are measured whatever the time
         seconds = self.seconds * (4 if compiled else 1)  # compiling comes on top of the fifth
         speed = measure(self.request.train, self.request.arguments, flags, counts, seconds)
-        speed = speed._replace(step=speed.step * model.rows / rows)
+        speed = speed.with_rows(model.rows, rows)
         if not compiled:
-            self.known[case] = model, speed
+            self.known[model.name] = model, speed
             self.taken = time.time() - begun
         return speed
+
+    @property
+    def measuring_is_over(self) -> bool:
+        """True if there is no time for one more measurement. The first model is a guess by an
+        assumed speed, so a second one is always measured."""
+        return len(self.known) > 1 and time.time() + self.taken > self.until
 
     def flags_of_run(self, model: Candidate) -> dict[str, Any]:
         """Return all flags of a run that trains the model."""

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lm.common.errors import TooLittleMemoryError
 from lm.common.numbers import counted
 from lm.training.measurement import Speed
 from lm.training.schedule import BATCH
@@ -140,39 +139,23 @@ def loss_flags(model: Candidate, pieces: int, on_gpu: bool) -> dict[str, Any]:
     return {} if on_gpu or pieces < SAMPLED_FROM or parts < 2 else {"sampled_softmax": parts}
 
 
-def choose(
-    task: Task, models: list[Candidate], speed: Callable[[Candidate], Speed], first: int = 0
-) -> Plan:
-    """Return the plan whose tokens per parameter suit the run best, among models of rising size.
-    The search goes from models[first] to larger or smaller models until two neighbours enclose the
-    best size, or to the end. If `speed` raises TooLittleMemoryError, the micro-batch is halved. A
-    model for which memory runs out even with one sequence, and all larger ones, are left out; if
-    this is true of the smallest, the error is raised."""
-    best: dict[int, Plan] = {}
-    index, end = first, len(models)
-    while 0 <= index < end and index not in best:
-        plans, model, error = [], models[index], None
-        while model:
-            try:
-                plan = plan_for(task, model, speed(model))
-            except TooLittleMemoryError as raised:
-                error, rows, alone = raised, model.rows // 2, model.rows_alone // 2
-                may_halve = rows and "batch_size" not in task.typed
-                model = replace(model, rows=rows, rows_alone=alone) if may_halve else None
-                continue
-            if plans and plan.steps <= plans[-1].steps:
-                break  # the last change did not help
-            plans.append(plan)
-            model = with_fewer_rows(task, plan)
-        if plans:
-            most = max(plan.tokens for plan in plans)
-            best[index] = next(plan for plan in reversed(plans) if plan.tokens >= NEARLY * most)
-            index += 1 if best[index].excess > 1 else -1
-        elif index == 0:
-            raise error
-        else:
-            end, index = index, index - 1
-    return min(best.values(), key=lambda plan: abs(math.log(plan.excess)))
+def choose(task: Task, models: list[Candidate], speed: Callable[[Candidate], Speed]) -> Plan:
+    """Return the plan whose tokens per parameter suit the run best."""
+    plans = [plan_rows(task, model, speed(model)) for model in models]
+    return min(plans, key=lambda plan: abs(math.log(plan.excess)))
+
+
+def plan_rows(task: Task, model: Candidate, speed: Speed) -> Plan:
+    """Return the plan of a model. A plan of fewer than LEAST_STEPS steps gets smaller micro-batches
+    as long as this makes its steps more, and hardly its tokens fewer."""
+    plans = [plan_for(task, model, speed)]
+    while smaller := with_fewer_rows(task, plans[-1]):
+        plan = plan_for(task, smaller, speed.with_rows(smaller.rows, model.rows))
+        if plan.steps <= plans[-1].steps:
+            break
+        plans.append(plan)
+    most = max(plan.tokens for plan in plans)
+    return next(plan for plan in reversed(plans) if plan.tokens >= NEARLY * most)
 
 
 def with_fewer_rows(task: Task, plan: Plan) -> Candidate | None:

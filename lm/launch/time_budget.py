@@ -12,7 +12,15 @@ from lm.common.numbers import counted
 from lm.data.shards import CONVERSATIONS
 from lm.engine.compilation import obstacle
 from lm.launch.candidates import Candidates
-from lm.launch.recipe import EVALUATIONS, LEAST_STEPS, Candidate, Plan, Task, choose, plan_for
+from lm.launch.recipe import (
+    EVALUATIONS,
+    LEAST_STEPS,
+    Candidate,
+    Plan,
+    Task,
+    choose,
+    plan_for,
+)
 from lm.training.measurement import Speed
 from lm.training.schedule import FROM_WEIGHTS
 
@@ -71,15 +79,11 @@ class TimeBudget:
         no model fits into memory."""
         task, found = self.task(), self.candidates
         models = found.models()
-        plan = choose(task, models, found.assumed)
+        plan = choose(task, models, found.speed)
         # Several machines would measure different times, but must choose the same flags.
         if not (task.steps_are_typed or self.request.machines > 1):
-            first = next(i for i, m in enumerate(models) if m.settings == plan.model.settings)
             try:
-                plan = choose(task, models, found.measured, first)
-                if not plan.speed.measured:  # a small model trains slower than its FLOPs suggest
-                    found.taken = 0.0
-                    plan = plan_for(task, plan.model, found.measured(plan.model))
+                plan = self.measured_plan(task, models)
                 plan = replace(plan, speed=self.compiled(plan))
             except UsageError as error:
                 if found.processes == 1 or isinstance(error, TooLittleMemoryError):
@@ -90,19 +94,44 @@ class TimeBudget:
         print(f"{'recipe':>13}: {self.describe(task, models, plan)}")
         return plan
 
+    def measured_plan(self, task: Task, models: list[Candidate]) -> Plan:
+        """Measure the model that suits best by the speeds known so far, until it is one that was
+        measured, or the time for measuring is over. A model that fits only if several processes
+        divide it is not measured. If memory runs out, the micro-batch is halved; if it runs out
+        even with one sequence, this model and larger ones are left out. Raises TooLittleMemoryError
+        if no model is left."""
+        models, found = [*models], self.candidates
+        while True:
+            plan = choose(task, models, found.speed)
+            at = [each.name for each in models].index(plan.model.name)
+            model = models[at]  # the plan may have fewer rows
+            if plan.speed.measured or not model.rows_alone:
+                return plan
+            try:
+                found.measure(model)
+            except TooLittleMemoryError:
+                rows, alone = model.rows // 2, model.rows_alone // 2
+                models[at] = replace(model, rows=rows, rows_alone=alone)
+                if not rows or "batch_size" in self.typed:
+                    models = models[:at]
+                if not models:
+                    raise
+                continue
+            if found.measuring_is_over:
+                return choose(task, [m for m in models if found.speed(m).measured], found.speed)
+
     def compiled(self, plan: Plan) -> Speed:
         """Decide whether the run of a plan compiles, and return its speed. A speed that is only
         assumed has nothing to tell: then the training program decides."""
-        model, wanted, seconds = plan.model, self.candidates.inputs.args.compile, plan.seconds
-        is_measured = plan.speed.measured or wanted == "on"
-        if wanted == "off" or self.candidates.strategy.stage == 3 or not is_measured:
+        wanted, seconds = self.candidates.inputs.args.compile, plan.seconds
+        if wanted == "off" or self.candidates.strategy.stage == 3 or not plan.speed.measured:
             return plan.speed
         self.compiles = wanted == "on"
         pays = COMPILING_SAVES * seconds > COMPILING_SHARE * self.loading
         if not (self.compiles or pays) or obstacle(self.candidates.device):
             return plan.speed
         try:  # the run reuses this code
-            speed = self.candidates.measured(model, plan.speed.threads, compiled=True)
+            speed = self.candidates.measure(plan.model, plan.speed.threads, compiled=True)
         except UsageError as error:
             print(f"compiled steps cannot be measured: {error}")
             return plan.speed
@@ -127,7 +156,7 @@ class TimeBudget:
             text += "; these are few steps: set more MINUTES"
         if len(models) > 1:
             longer = replace(task, seconds=task.seconds + 180 * minutes)
-            longer = choose(longer, models, self.candidates.assumed)
+            longer = choose(longer, models, self.candidates.speed)
             text += f"; {4 * minutes:g} min would train {longer.model.name}"
         return text
 

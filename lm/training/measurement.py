@@ -37,9 +37,18 @@ class Speed(NamedTuple):
     """The seconds that one process needs for a model."""
 
     step: float  # of a step with one micro-batch
+    one: float  # of a step with a single sequence
     sample: float  # of one sequence in a validation; 0 without validation data
     threads: int | None = None  # the fastest number of CPU threads; None: there was no choice
     measured: bool = True  # False: assumed
+
+    def with_rows(self, rows: int, measured_rows: int) -> "Speed":
+        """Return the speed of micro-batches of `rows` sequences, where `step` is the time of
+        `measured_rows`: each sequence takes equally long, besides a time that every step takes."""
+        each = self.step
+        if measured_rows > 1:
+            each = max(0.0, self.step - self.one) / (measured_rows - 1)
+        return self._replace(step=self.step + each * (rows - measured_rows))
 
 
 class TimedRun(Run):
@@ -52,7 +61,7 @@ class TimedRun(Run):
         self.seconds = seconds
         self.rows = self.args.batch_size  # sequences of a micro-batch
         self.times: dict[int | None, float] = {}  # number of threads → seconds of a step
-        self.sample_seconds = 0.0
+        self.one_seconds = self.sample_seconds = 0.0  # of a step with, and a validation of, one
         self.first_step = 0  # at step 1 fine-tuning would begin with a validation
 
     def steps(self) -> Iterator[int]:
@@ -77,6 +86,10 @@ class TimedRun(Run):
             torch.set_num_threads(self.best)
         if self.val_loader:
             self.sample_seconds = self._validation_seconds()
+        if self.why_not_compiled:
+            self.rows = 1
+            taken = yield from self._window(WINDOW)
+            self.one_seconds = taken / self.args.batch_size
 
     @property
     def best(self) -> int | None:
@@ -152,4 +165,4 @@ def measure(
                     # Else DeepSpeed's hooks keep the weights. Under ZeRO-3 a cache of it does, too.
                     run.model.destroy()
                     importlib.import_module("deepspeed.comm").destroy_process_group()
-    return Speed(run.times[run.best], run.sample_seconds, run.best)
+    return Speed(run.times[run.best], run.one_seconds, run.sample_seconds, run.best)
