@@ -1,10 +1,11 @@
 """Causal self-attention: grouped key/value heads, rotary positions. In shapes, D is head_dim."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.cache import LayerCache
 from model.config import LMConfig
 from model.cpu_attention import row_block_attention
 from model.norm import RMSNorm
@@ -107,19 +108,18 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         pos_cis: Tensor,
-        cache: LayerCache | None = None,
+        attend: Callable | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         """Let every position attend to itself and the past: (B, T, dim) → (B, T, dim).
 
-        pos_cis has the rotations of the positions, (T, D/2) or (B, T, D/2). `cache` holds the keys
-        and values of past tokens, and stores the keys and values of x. `mask`: see `mask_of`."""
+        pos_cis has the rotations of the positions, (T, D/2) or (B, T, D/2). With a cache, `attend`
+        computes attention from the queries, keys and values of x. `mask`: see `mask_of`."""
         q, k, v = self.project(x, pos_cis)
-        if cache is None:
-            out = self.attend(q, k, v, self.dropout if self.training else 0.0, mask)
+        if attend:
+            out = attend(q, k, v)
         else:
-            cache.store(k, v)
-            out = fused_attention(q, k, v, 0.0) if cache.reads_prompts else cache.attend(q)
+            out = self.attend(q, k, v, self.dropout if self.training else 0.0, mask)
         out = self.wo(out.flatten(2))  # (B, T, H · D) → (B, T, dim)
         return F.dropout(out, self.dropout, self.training) if self.dropout else out
 

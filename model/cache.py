@@ -6,42 +6,17 @@ Prompts that are shorter than the longest are padded on the right; new tokens ov
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from model.attention import fused_attention
 from model.config import LMConfig
 
 # A new cache has few positions, a multiple of STRETCH: max_seq_len of them may take gigabytes.
 STRETCH = 64  # a multiple of 16: a GPU would copy a mask of another length
-
-
-@dataclass(eq=False)
-class LayerCache:
-    """The cache of one block during one pass."""
-
-    reads_prompts: bool  # True in the first pass, when new tokens have no past in the cache
-    keys: Tensor  # (B, n_kv_heads, allocated positions, head_dim)
-    values: Tensor  # same shape
-    where: tuple  # rows and columns of the new tokens: their sequences and their positions
-    width: int  # positions that a later pass reads, counted from the first
-    mask: Tensor | None  # (B, 1, 1, width), True where the new token attends; None: everywhere
-
-    def store(self, k: Tensor, v: Tensor) -> None:
-        """Store the keys and values of the new tokens, (B, T, n_kv_heads, head_dim)."""
-        self.keys.transpose(1, 2)[self.where] = k
-        self.values.transpose(1, 2)[self.where] = v
-
-    def attend(self, q: Tensor) -> Tensor:
-        """Let the new token of each sequence attend to itself and the past, in a later pass, after
-        `store`. q and the result are (B, 1, H, head_dim)."""
-        keys, values = (x.narrow(2, 0, self.width) for x in (self.keys, self.values))
-        # Group the query heads that share a key/value head: (B, n_kv_heads, group, head_dim).
-        grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])
-        out = F.scaled_dot_product_attention(grouped, keys, values, self.mask)
-        return out.reshape(q.shape)  # on a GPU `out` may have other strides than q
 
 
 class Cache:
@@ -60,6 +35,7 @@ class Cache:
         self.allocated = min((max(lengths) // STRETCH + 2) * STRETCH, self.context)  # positions
         shape = (2, len(lengths), config.n_kv_heads, self.allocated, config.head_dim)
         blocks = range(config.n_layers)
+        # Keys and values of each block, (B, n_kv_heads, allocated positions, head_dim) each.
         self.stored = [[*torch.zeros(shape, dtype=dtype, device=device)] for _ in blocks]
         self.reads_prompts = True  # until the first `advance`
         self._set_lengths(lengths)
@@ -67,7 +43,6 @@ class Cache:
     def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths  # tokens of each sequence, including those of the next pass
         self.longest = max(lengths)
-        self.masked = self.fixed or min(lengths) < self.longest  # later passes have a mask
         self.rows = torch.arange(len(lengths), device=self.device)[:, None]  # (B, 1)
         # Position of each sequence's last token, (B, 1). Passes without a mask do not update it.
         self.columns = torch.tensor(lengths, device=self.device)[:, None] - 1
@@ -87,23 +62,34 @@ class Cache:
         self.longest += 1
         self.steps += 1
 
-    def begin(self, pos_cis: Tensor) -> tuple[Tensor, list[LayerCache]]:
+    def begin(self, pos_cis: Tensor) -> tuple[Tensor, list[Callable]]:
         """Begin a pass. Return the rotations of the new tokens, (T, head_dim/2) or
-        (B, 1, head_dim/2), and the cache of each block."""
-        width = self.allocated if self.fixed else self.longest
+        (B, 1, head_dim/2), and for each block a function that computes attention."""
+        width = self.allocated if self.fixed else self.longest  # positions that a later pass reads
         rows, mask = slice(None), None  # all sequences use the same columns
         if self.reads_prompts:
             columns = slice(self.longest)
-        elif not self.masked:
+        elif not self.fixed and min(self.lengths) == self.longest:
             columns = slice(self.longest - 1, self.longest)
         else:  # each sequence has its own column
             self.columns += 1  # in place, because a CUDA graph reads this address
             rows, columns = self.rows, self.columns
             mask = (torch.arange(width, device=self.device) <= columns)[:, None, None]
-        return pos_cis[columns], [
-            LayerCache(self.reads_prompts, *stored, (rows, columns), width, mask)
-            for stored in self.stored
-        ]
+
+        def attend(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """Let the new tokens, q, k and v, (B, T, heads, head_dim), attend to themselves and the
+            past, and store them in `keys` and `values`. The result has the shape of q."""
+            keys.transpose(1, 2)[rows, columns] = k
+            values.transpose(1, 2)[rows, columns] = v
+            if self.reads_prompts:
+                return fused_attention(q, k, v, 0.0)
+            keys, values = (x.narrow(2, 0, width) for x in (keys, values))
+            # Group the query heads that share a key/value head: (B, n_kv_heads, group, head_dim).
+            grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])
+            out = F.scaled_dot_product_attention(grouped, keys, values, mask)
+            return out.reshape(q.shape)  # on a GPU `out` may have other strides than q
+
+        return pos_cis[columns], [partial(attend, *stored) for stored in self.stored]
 
     def last(self, x: Tensor) -> Tensor:
         """Return x of the last token of each sequence: (B, T, dim) → (B, dim)."""

@@ -96,11 +96,11 @@ class LMConfig:
             two_thirds = int(2 * (4 * self.dim) / 3)
             self.hidden_dim = -(-two_thirds // self.multiple_of) * self.multiple_of
         self._check_experts()
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
+        if self.dropout >= 1:
+            raise ConfigError(f"dropout must be below 1, not {self.dropout!r}")
         for name in ("norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, not {getattr(self, name)!r}")
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)!r}")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             self.rope_scaling = RopeScaling(**self.rope_scaling)  # a dict, from a file
 
@@ -115,8 +115,6 @@ class LMConfig:
         if self.num_experts_per_tok > self.n_routed_experts:
             sizes = f"num_experts_per_tok {self.num_experts_per_tok} is larger than"
             raise ConfigError(f"{sizes} n_routed_experts {self.n_routed_experts}: change one")
-        if not self.router_aux_loss >= 0:
-            raise ConfigError(f"router_aux_loss must be at least 0, not {self.router_aux_loss!r}")
 
     def _check_type(self, name: str, kind: type) -> None:
         """Raise ConfigError if the field's value has the wrong type or is no valid size."""
@@ -127,8 +125,8 @@ class LMConfig:
                 limits = f"a whole number, at least {least} and at most {LARGEST:,}"
                 raise ConfigError(f"{name} must be {limits}, not {value!r}")
         elif kind is float:
-            if type(value) not in (int, float) or abs(value) > sys.float_info.max:
-                raise ConfigError(f"{name} must be a finite number, not {value!r}")
+            if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+                raise ConfigError(f"{name} must be at least 0 and finite, not {value!r}")
         elif kind is bool and type(value) is not bool:
             raise ConfigError(f"{name} must be true or false, not {value!r}")
 

@@ -4,6 +4,7 @@ It has pre-norm blocks with RMSNorm, rotary positions, grouped-query attention a
 has a bias. The input embedding and the output layer share one matrix by default.
 """
 
+from collections.abc import Callable
 from itertools import repeat
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.attention import Attention, mask_of
-from model.cache import Cache, LayerCache
+from model.cache import Cache
 from model.config import LMConfig
 from model.experts import Experts
 from model.loss import NextTokenLoss
@@ -67,14 +68,14 @@ class TransformerBlock(nn.Module):
         self,
         x: Tensor,
         pos_cis: Tensor,
-        cache: LayerCache | None = None,
+        attend: Callable | None = None,
         mask: Tensor | None = None,
     ):
         """Return the new x; with experts, also the router's probabilities, (B, T, E)."""
-        return recomputed(self._forward, self.recompute, x, pos_cis, cache, mask)
+        return recomputed(self._forward, self.recompute, x, pos_cis, attend, mask)
 
-    def _forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None, mask: Tensor | None):
-        x = x + self.attention(self.attention_norm(x), pos_cis, cache, mask)
+    def _forward(self, x: Tensor, pos_cis: Tensor, attend: Callable | None, mask: Tensor | None):
+        x = x + self.attention(self.attention_norm(x), pos_cis, attend, mask)
         if not self.has_experts:
             return x + self.feed_forward(self.ffn_norm(x))
         out, probabilities = self.feed_forward(self.ffn_norm(x))
@@ -132,14 +133,19 @@ class Transformer(nn.Module):
         Returns a TransformerOutput with logits, (B, T, vocab_size), or the loss in nats, fp32.
 
         Raises ValueError if the sequence is longer than max_seq_len."""
-        x = self._embed(tokens)  # (B, T, dim)
-        pos_cis, caches = self.pos_cis[: tokens.shape[1]], repeat(None)
+        x = self.tok_embeddings(tokens)  # (B, T, dim)
+        if self.config.dropout:
+            x = F.dropout(x, self.config.dropout, self.training)
+        if torch.is_autocast_enabled(x.device.type):
+            # Keep the residual stream in 16 bits, as DeepSpeed does, to halve the memory traffic.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        pos_cis, cached = self.pos_cis[: tokens.shape[1]], repeat(None)
         if cache:
-            pos_cis, caches = cache.begin(self.pos_cis)
+            pos_cis, cached = cache.begin(self.pos_cis)
         mask = None if starts is None else mask_of(starts, x.dtype)
         routing = []
-        for layer, layer_cache in zip(self.layers, caches, strict=False):
-            x = layer(x, pos_cis, layer_cache, mask)
+        for layer, attend in zip(self.layers, cached, strict=False):
+            x = layer(x, pos_cis, attend, mask)
             if self.config.use_moe:
                 x, probabilities = x
                 routing.append(probabilities)
@@ -152,15 +158,6 @@ class Transformer(nn.Module):
         else:
             loss, hits = self.next_token_loss(self.output, x, targets, reduction)
         return TransformerOutput(logits, loss, hits, torch.stack(routing) if routing else None)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        x = self.tok_embeddings(tokens)
-        if self.config.dropout:
-            x = F.dropout(x, self.config.dropout, self.training)
-        if torch.is_autocast_enabled(x.device.type):
-            # Keep the residual stream in 16 bits, as DeepSpeed does, to halve the memory traffic.
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return x
 
     def num_parameters(self, active: bool = False) -> int:
         """Return the number of parameters. A tied matrix counts once. With `active`, the

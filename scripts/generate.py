@@ -9,7 +9,7 @@ For a model that is larger than a GPU:
 """
 
 import os
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+import sys
 from functools import partial
 
 from lm.common.errors import UsageError, one_line_errors
@@ -44,20 +44,17 @@ def main(argv: list[str] | None = None) -> None:
         args.temperature = 0.0
     sampling = sampling_of(args)
     prompts = [] if args.interactive else read_prompts(args.prompt, args.prompts)
-    with ExitStack() as stack:
-        if int(os.environ.get("RANK", 0)):  # only rank 0 prints
-            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-        decoder, trained = load(args)
-        from lm.inference.terminal import write_continuations  # importing torch takes seconds
+    if int(os.environ.get("RANK", 0)):  # only rank 0 prints
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    decoder, trained = load(args)
+    from lm.inference.terminal import write_continuations  # importing torch takes seconds
 
-        write = partial(write_continuations, decoder, trained.tokenizer, sampling, flags=args)
-        if args.interactive:
-            say("Type a prompt, then Enter. Ctrl-C stops a continuation, Ctrl-D ends.")
-            converse(lambda prompt: write(prompts=[prompt]))
-        else:
-            write(prompts=prompts)
+    write = partial(write_continuations, decoder, trained.tokenizer, sampling, flags=args)
+    if args.interactive:
+        say("Type a prompt, then Enter. Ctrl-C stops a continuation, Ctrl-D ends.")
+        converse(lambda prompt: write(prompts=[prompt]))
+    else:
+        write(prompts=prompts)
 
 
 if __name__ == "__main__":

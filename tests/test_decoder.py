@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lm.inference.decoder import Decoder, Packed
+from lm.inference.decoder import Decoder, packed
 from model import Transformer
 
 VOCAB = 97
@@ -179,7 +179,7 @@ def test_packed_weights_give_the_products_of_the_original_weights(dtype, size):
     expected = torch.cat([x.double() @ layer.weight.detach().double().T for layer in layers], -1)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     with torch.no_grad():
-        error = (Packed(*layers, dtype=dtype)(x).double() - expected).abs().max()
+        error = (packed(*layers, dtype=dtype)(x).double() - expected).abs().max()
     assert error / expected.abs().max() < tolerance
 
 

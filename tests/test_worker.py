@@ -1,9 +1,9 @@
 """With together=1, the worker generates one text at a time. Texts wait, are cancelled, and fail."""
 
-import threading
+from unittest.mock import Mock
 
 import pytest
-from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, wait_for
+from conftest import VOCAB_SIZE, wait_for
 from small_model import opinionated
 
 from lm.data.tokenizer_training import EOS_ID
@@ -32,76 +32,55 @@ def worker(decoder):
 
 
 @pytest.fixture
-def ask(tokenizer):
-    """Makes a text whose event `begun` is set at its first piece, and `ended` at its end."""
+def ask(worker, tokenizer):
+    """Submits a text of n tokens and returns it; with `begun`, after its first token."""
 
-    def make(n: int = CONTEXT) -> StreamedText:
-        def deliver(piece: str, finish_reason: str | None) -> None:
-            text.begun.set()
-            if finish_reason:
-                text.ended.set()
-
+    def ask(n: int = CONTEXT, begun: bool = False) -> StreamedText:
         text = StreamedText(
-            prompt=PROMPT, max_new_tokens=n, sampling=GREEDY, tokenizer=tokenizer, deliver=deliver
+            prompt=PROMPT, max_new_tokens=n, sampling=GREEDY, tokenizer=tokenizer, deliver=Mock()
         )
-        text.begun, text.ended = threading.Event(), threading.Event()
+        worker.submit(text)
+        if begun:
+            wait_for(lambda: text.ids)
         return text
 
-    return make
-
-
-def happens(event: threading.Event) -> bool:
-    return event.wait(SAFETY_NET_SECONDS)
+    return ask
 
 
 def test_a_text_cancelled_while_it_waits_is_never_read(worker, ask, decoder, monkeypatch):
-    read, really = [], decoder.read
-    monkeypatch.setattr(decoder, "read", lambda new: read.append(new) or really(new))
-    first, left, last = ask(), ask(3), ask(4)
-    worker.submit(first)
-    assert happens(first.begun)
-    worker.submit(left)
-    left.cancel()
-    worker.submit(last)
+    monkeypatch.setattr(decoder, "read", read := Mock(wraps=decoder.read))
+    first, left = ask(begun=True), ask(3)
+    left.end()
+    last = ask(4)
     assert worker._waiting == [last]
     n = len(first.ids)
     wait_for(lambda: len(first.ids) > n + 2)
     assert worker._running == [first]
-    first.cancel()
-    assert happens(last.ended)
+    first.end()
+    wait_for(lambda: last.finish_reason)
     assert left.ids == []
-    assert read == [[PROMPT]] * 2
+    assert [call.args for call in read.call_args_list] == [([PROMPT],)] * 2
     assert [last.ids] == generate(decoder, [PROMPT], 4, GREEDY)
 
 
 @pytest.mark.parametrize("where", ["read", "step"])
 def test_a_failure_ends_only_the_running_text(worker, ask, decoder, monkeypatch, capsys, where):
-    works = getattr(decoder, where)
-
-    def fail(*_):
-        monkeypatch.setattr(decoder, where, works)
-        raise RuntimeError("no memory left")
-
-    monkeypatch.setattr(decoder, where, fail)
-    unlucky, lucky = ask(), ask(4)
-    worker.submit(unlucky)
-    assert happens(unlucky.ended)
-    assert unlucky.finish_reason == "error"
-    worker.submit(lucky)
-    assert happens(lucky.ended)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, where, Mock(side_effect=RuntimeError("no memory left")))
+        unlucky = ask()
+        wait_for(lambda: unlucky.finish_reason)
+    lucky = ask(4)
+    wait_for(lambda: lucky.finish_reason)
     worker.close()
+    assert unlucky.finish_reason == "error"
     assert [lucky.ids] == generate(decoder, [PROMPT], 4, GREEDY)
     assert "no memory left" in capsys.readouterr().err
 
 
-def test_closing_ends_the_thread_and_all_texts_with_the_reason_closed(worker, ask, decoder):
-    running, waiting, late = ask(), ask(3), ask(3)
-    worker.submit(running)
-    assert happens(running.begun)
-    worker.submit(waiting)
+def test_closing_ends_the_thread_and_all_texts_with_the_reason_closed(worker, ask):
+    texts = [ask(begun=True), ask(3)]
     worker.close()
-    worker.submit(late)
+    texts.append(ask(3))  # too late
     assert not worker._thread.is_alive()
-    for text in (running, waiting, late):
-        assert text.ended.is_set()
-        assert text.finish_reason == "closed"
+    for text in texts:
+        text.deliver.assert_called_with("", "closed")

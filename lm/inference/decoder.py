@@ -11,33 +11,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lm.inference.prompts import say
-from model import Attention, FeedForward, Transformer
+from model import Attention, Transformer
 from model.cache import Cache, without_cudnn
 from model.lora import weight_of
 
 
-class Packed:
-    """Compute x Wᵀ, where W stacks the weights of layers with the same input.
+def packed(*layers: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes x Wᵀ, where W stacks the weights of layers with the same
+    input.
 
     On a CPU with oneDNN, a bf16 W or a large fp32 W is reordered once into blocks. If x has few
     rows, the product is then about twice as fast (docs/lab-log.md). For a small fp32 W, `F.linear`
     is faster, because each call of oneDNN costs 10 µs."""
-
-    def __init__(self, *layers: nn.Linear, dtype: torch.dtype):
-        self.weight = torch.cat([weight_of(layer).detach() for layer in layers]).to(dtype)
-        self.blocked = self.weight.device.type == "cpu" and _onednn_is_faster(self.weight)
-        if self.blocked:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.blocked:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
-        return F.linear(x, self.weight)
+    weight = torch.cat([weight_of(layer).detach() for layer in layers]).to(dtype)
+    if not _onednn_is_faster(weight):
+        return lambda x: F.linear(x, weight)
+    blocks = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, blocks, None, "none", [], "")
 
 
 def _onednn_is_faster(weight: Tensor) -> bool:
     """Return True if oneDNN multiplies by this weight faster than `F.linear`."""
-    if not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -47,7 +42,7 @@ def _onednn_is_faster(weight: Tensor) -> bool:
 def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
     """Return a replacement for `attention.project` with one matrix product for q, k and v. The
     rotation is a complex product: without torch.compile, real arithmetic would be slower."""
-    product = Packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
+    product = packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
     n_heads, n_kv_heads = attention.n_heads, attention.n_kv_heads
     shape = (n_heads + 2 * n_kv_heads, attention.head_dim)
     norms = None  # the weights of the norms of queries and keys, (heads, head_dim)
@@ -68,12 +63,6 @@ def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
     return project
 
 
-def project_gate(feed_forward: FeedForward, dtype: torch.dtype) -> Callable:
-    """Return a replacement for `feed_forward.project` with one matrix product for w1 and w3."""
-    product = Packed(feed_forward.w1, feed_forward.w3, dtype=dtype)
-    return lambda x: product(x).chunk(2, dim=-1)
-
-
 def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transformer:
     """Return a copy of the model for generation, with weights in `dtype` and adapters merged. If
     the model has this dtype, the copy shares the model's norms, embedding and experts."""
@@ -87,13 +76,14 @@ def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transforme
     for block, original in zip(prepared.layers, model.layers, strict=True):
         attention, feed_forward = block.attention, block.feed_forward
         attention.project = project_heads(original.attention, dtype)
-        _replace(attention, wo=Packed(original.attention.wo, dtype=dtype))
+        _replace(attention, wo=packed(original.attention.wo, dtype=dtype))
         if model.config.use_moe:
             weights = original.feed_forward.named_parameters()
             _replace(feed_forward, **{name: p.detach().to(dtype) for name, p in weights})
         else:
-            feed_forward.project = project_gate(original.feed_forward, dtype)
-            _replace(feed_forward, w2=Packed(original.feed_forward.w2, dtype=dtype))
+            gate_and_value = packed(original.feed_forward.w1, original.feed_forward.w3, dtype=dtype)
+            feed_forward.project = lambda x, product=gate_and_value: product(x).chunk(2, dim=-1)
+            _replace(feed_forward, w2=packed(original.feed_forward.w2, dtype=dtype))
         _replace(
             block,
             attention_norm=fused(original.attention_norm),
@@ -108,7 +98,7 @@ def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transforme
         pos_cis=model.pos_cis,
         layers=[block._forward for block in prepared.layers],
         norm=fused(model.norm),
-        output=Packed(model.output, dtype=dtype),
+        output=packed(model.output, dtype=dtype),
     )
     return prepared
 

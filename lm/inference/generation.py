@@ -54,10 +54,6 @@ class Continuation:
             if len(self.ids) == self.max_new_tokens:
                 self.finish_reason = "length"
 
-    def cancel(self) -> None:
-        """End the text early. Any thread may call this."""
-        self.finish_reason = self.finish_reason or "cancelled"
-
     def seen(self, context: int) -> list[int]:
         """Return the last tokens of prompt and text that the model sees, at most `context`."""
         ids = self.prompt + self.ids
@@ -106,8 +102,9 @@ class StreamedText(Continuation):
         self.text += piece
         self.deliver(piece, self.finish_reason)
 
-    def fail(self, reason: str) -> None:
-        """End an unfinished text. `reason` is "error", or "closed" when the server ends."""
+    def end(self, reason: str = "cancelled") -> None:
+        """End an unfinished text; any thread may call this. `reason` may also be "error", or
+        "closed" when the server ends."""
         if not self.finish_reason:
             self.finish_reason = reason
             self.deliver("", reason)
@@ -115,13 +112,12 @@ class StreamedText(Continuation):
     def _decode(self) -> None:
         """Decode the new ids, except an incomplete character at the end of an unfinished text."""
         text = self.tokenizer.decode(self._before + self.ids[self._n_decoded :])
-        incomplete = len(text) - len(text.rstrip("\ufffd"))
-        end = len(text)
+        end, complete = len(text), len(text.rstrip("\ufffd"))
         if not self.finish_reason:
-            end -= min(incomplete, 3)  # a character has at most 4 bytes
+            end = max(complete, end - 3)  # a character has at most 4 bytes
         self._held += text[self._skipped : end]
         self._skipped = max(self._skipped, end)
-        if not incomplete:
+        if complete == len(text):
             self._n_decoded = len(self.ids)
             self._skipped = len(self.tokenizer.decode(self._before))
 

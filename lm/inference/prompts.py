@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,5 +59,6 @@ def converse(answer: Callable[[str], None]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a message to stderr, because stdout is for the model's text."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a message to stderr, on rank 0. stdout is for the model's text."""
+    if not int(os.environ.get("RANK", 0)):
+        print(text, file=sys.stderr, flush=True)

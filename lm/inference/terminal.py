@@ -129,7 +129,7 @@ class Chat:
         try:
             generate_all(self.decoder, [answer])
         except KeyboardInterrupt:
-            answer.cancel()
+            answer.end()
         print(flush=True)
         if answer.text.strip():
             self.turns.append(Turn("assistant", answer.text))

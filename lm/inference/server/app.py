@@ -160,7 +160,7 @@ async def answer(served: Served, form: type[GenerationRequest], request: Request
         reply.events(text, fields.stream_options.include_usage),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
-        background=BackgroundTask(text.cancel),  # for a client that disconnects
+        background=BackgroundTask(text.end),  # for a client that disconnects
     )
 
 
@@ -179,7 +179,7 @@ class Reply:
         while not finish_reason:
             _, finish_reason = await self.inbox.get()  # one piece per token
             if await request.is_disconnected():
-                text.cancel()
+                text.end()
                 return Response(status_code=499)  # nobody reads this response
         if finish_reason in FAILED:
             raise ApiError(*FAILED[finish_reason])

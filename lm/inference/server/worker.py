@@ -27,7 +27,7 @@ class Worker:
             self._waiting = [t for t in self._waiting if not t.finish_reason] + [text]
             self._changed.notify()
         if self._closing:
-            text.fail("closed")
+            text.end("closed")
 
     def close(self) -> None:
         """End the thread at the next token. All unfinished texts fail."""
@@ -36,7 +36,7 @@ class Worker:
             self._changed.notify()
         self._thread.join()
         for text in self._running + self._waiting:
-            text.fail("closed")
+            text.end("closed")
 
     def _work(self) -> None:
         batch = Batch(self._decoder)
@@ -58,5 +58,5 @@ class Worker:
             except Exception:  # such as out of memory: a smaller request may succeed
                 traceback.print_exc()
                 for text in self._running:
-                    text.fail("error")
+                    text.end("error")
                 batch = Batch(self._decoder)
