@@ -41,9 +41,8 @@ PRODUCTS = {
 NOTE = (
     "Speeds are medians over turns; in brackets are the lowest and the highest turn. The speed of "
     "a turn is the median of its steps, on a GPU their mean. For N parameters, model FLOPs are "
-    '6·N + 12·n_layers·n_heads·head_dim·seq_len per token. "Of products" is FLOP/s divided by the '
-    "FLOP/s of matrix products alone. Memory is the peak of the process; on a CPU it includes "
-    "libraries, but the expected memory does not. The first step includes the start."
+    "6·N + 12·n_layers·n_heads·head_dim·seq_len per token. Memory is the peak of the process; on a "
+    "CPU it includes libraries; expected memory does not. The first step includes the start."
 )
 
 
@@ -56,7 +55,6 @@ class Turn:
     tokens_per_second: float
     flops_per_second: float  # model FLOPs
     peak_flops: float | None  # FLOP/s of the GPU by its data sheet; None: unknown
-    product_flops: float  # measured FLOP/s of matrix products
     peak_bytes: int  # peak memory of the process so far
     expected_bytes: int | None  # estimate without libraries; None for other projects
     first_step_seconds: float  # from the start of the process
@@ -195,7 +193,6 @@ class Session:
                 tokens_per_second=speed,
                 flops_per_second=speed * work.counts[1],
                 peak_flops=sheet,
-                product_flops=self.product_flops,
                 peak_bytes=answer["peak_bytes"],
                 expected_bytes=answer["expected_bytes"],
                 first_step_seconds=self._first_steps[contender],
@@ -242,7 +239,6 @@ def table_rows(turns: Iterable[Turn]) -> list[dict]:
                 "ratio": "1" if own is baseline else spread(ratios, ".3f") if ratios else "n/a",
                 "TFLOP/s": f"{flops / 1e12:.3g}",
                 "MFU": f"{flops / last.peak_flops:.1%}" if known else "n/a",
-                "of products": f"{flops / last.product_flops:.1%}",
                 "memory": memory(last.peak_bytes),
                 "expected": memory(last.expected_bytes) if last.expected_bytes else "n/a",
                 "first step, s": f"{last.first_step_seconds:.1f}",
@@ -252,8 +248,7 @@ def table_rows(turns: Iterable[Turn]) -> list[dict]:
 
 
 def matrix_flops(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of matrix products: the median of the repeats, for the fastest shape. The
-    column "of products" of the table divides by this number."""
+    """Return the FLOP/s of matrix products: the median of the repeats, for the fastest shape."""
     set_threads()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
