@@ -206,28 +206,26 @@ def test_reuse_keeps_other_settings_replaces_changed_text_and_refuses_other_path
     shutil.copy("sums.jsonl", "sums.txt")
     for data in ("other/sums.jsonl", "sums.txt"):
         said = refusal(prepare_data, *SMALL, "--data", data, "--reuse")
-        assert f"holds other data, of {workplace}/sums.jsonl: pass another --out" in said
+        assert f"{workplace}/out/data/sums exists: pass --overwrite" in said
     assert contents("out") == before
     write_corpus(Path("sums.jsonl"), 70)
     main([*SMALL, "--data", "sums.jsonl", "--reuse"])  # the text has changed
     assert contents("out") != before
 
 
-def test_overwrite_replaces_a_file_but_no_folder_with_other_contents(workplace, refusal):
+def test_a_file_or_a_folder_with_other_contents_is_never_replaced(workplace, refusal):
     Path("text").mkdir()
     shutil.move("sums.jsonl", "text/sums.jsonl")
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("years of work")
-    before = contents(".")
-    flags = [*SMALL, "--data", "text", "--out"]
-    assert "holds the text itself" in refusal(prepare_data, *flags, "text", "--overwrite")
-    said = refusal(prepare_data, *flags, "mine", "--overwrite")
-    assert "mine exists and is not prepared data" in said
-    assert contents(".") == before
     Path("there").write_text("a file")
-    assert "there exists: pass another --out" in refusal(prepare_data, *flags, "there")
-    main([*flags, "there", "--overwrite"])
-    read_description("there")
+    before = contents(".")
+    flags = [*SMALL, "--data", "text", "--overwrite", "--out"]
+    assert "holds the text itself" in refusal(prepare_data, *flags, "text")
+    for out in ("mine", "there"):
+        said = refusal(prepare_data, *flags, out)
+        assert f"{out} exists and is no prepared data: choose another folder" in said
+    assert contents(".") == before
 
 
 def test_conversations_go_to_a_folder_of_their_own(workplace, packed, capsys):

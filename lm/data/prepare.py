@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.common.atomic import whole_folder
+from lm.common.atomic import new_folder, whole_folder
 from lm.common.errors import UsageError
 from lm.data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
 from lm.data.conversations import conversation_records
@@ -104,9 +104,9 @@ class Preparation:
 
     def __post_init__(self):
         of_text = self.kind == TEXT
-        self.suffixes = SUFFIXES if of_text else CONVERSATION_SUFFIXES
-        self.files = find_files(self.source, self.suffixes)
-        self.splits = find_splits(self.source, self.suffixes)
+        suffixes = SUFFIXES if of_text else CONVERSATION_SUFFIXES
+        self.files = find_files(self.source, suffixes)
+        self.splits = find_splits(self.source, suffixes)
         self.defaults = defaults_for(self.files)
         if self.val_fraction is None:
             is_builtin_chat = self.source == BUILTIN and not of_text
@@ -186,12 +186,9 @@ class Preparation:
             return "prepared from this text with other settings, used as it is"
         if any(out.resolve() in Path(path).resolve().parents for path in self.files):
             raise UsageError(f"--out {out} holds the text itself: choose another folder")
-        if out.is_dir() and any(out.iterdir()) and not (out / DESCRIPTION_FILE).exists():
-            raise UsageError(f"--out {out} exists and is not prepared data: choose another folder")
         same_name = reuse and stored.get("source", source["source"]) == source["source"]
-        if out.exists() and not (overwrite or same_name):
-            holds = f"holds other data, of {stored['source']}" if stored else "exists"
-            raise UsageError(f"{out} {holds}: pass another --out or --overwrite")
+        is_prepared = (out / DESCRIPTION_FILE).exists()
+        new_folder(out, "prepared data", lambda _: is_prepared, overwrite or same_name)  # checks
         return None
 
     def _records(self, files: list[str]) -> Iterator[Record]:

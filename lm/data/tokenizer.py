@@ -136,15 +136,18 @@ class JsonTokenizer(Tokenizer):
         return [encoding.ids for encoding in batch]
 
 
-def tokenizer_in(folder: Path) -> Path:
-    """Return the path of the tokenizer in a folder. The file may be missing."""
-    has_json = (folder / TOKENIZER_JSON).exists() and not (folder / TOKENIZER_FILE).exists()
-    return folder / (TOKENIZER_JSON if has_json else TOKENIZER_FILE)
+def tokenizer_in(path: str | Path) -> Path:
+    """Return the path of the tokenizer in a folder, which may be missing. Return another path."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    has_json = (path / TOKENIZER_JSON).exists() and not (path / TOKENIZER_FILE).exists()
+    return path / (TOKENIZER_JSON if has_json else TOKENIZER_FILE)
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
     """Open the tokenizer of a file or folder. Raises UsageError if it cannot be read."""
-    path = _file(path)
+    path = tokenizer_in(path)
     if not path.is_file():
         raise UsageError(f"{path}: no such tokenizer file")
     return JsonTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
@@ -167,15 +170,11 @@ def read_markers(path: str | Path) -> dict[str, str]:
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
     """Return name → content of tokenizer files. Raises UsageError or OSError if one is missing."""
-    path = _file(path)
+    path = tokenizer_in(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}
     markers = json.dumps(read_markers(path), ensure_ascii=False)
     return {TOKENIZER_JSON: path.read_bytes(), MARKERS_FILE: f"{markers}\n".encode()}
-
-
-def _file(path: str | Path) -> Path:
-    return tokenizer_in(Path(path)) if Path(path).is_dir() else Path(path)
 
 
 def tokenizer_hash(path: str | Path) -> str:

@@ -76,8 +76,7 @@ def import_weights(
         require_fit(without_memory(config), weights, str(source))
         names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
         save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
-        path = tokenizer or (source if source.is_dir() else source.parent)
-        path = tokenizer_in(path) if path.is_dir() else path
+        path = tokenizer_in(tokenizer or (source if source.is_dir() else source.parent))
         copied = "no tokenizer (to use text, pass --tokenizer FILE)"
         if tokenizer or path.exists():
             copied = f"tokenizer {path}"

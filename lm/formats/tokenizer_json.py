@@ -157,7 +157,7 @@ def read_exact(tokenizer: Tokenizer) -> ModelProto:
 
 def export_warning(folder: str | Path) -> str:
     """Say which exports will refuse the tokenizer of a data folder, and why; otherwise ""."""
-    path = tokenizer_in(Path(folder))
+    path = tokenizer_in(folder)
     try:
         if path.name == TOKENIZER_FILE and path.is_file():
             read_exact(Tokenizer(path))
