@@ -9,13 +9,9 @@ Each conversation is one JSON object. Its keys determine the format:
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat (Dahoas/rm-static)
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
-In every format, "system" may hold the system message. Answers with "weight": 0, "loss": false or
-"train": false, and answers in a list under "prompt", do not count in the loss. The
-"reasoning_content" of an answer stands inside <think> before it, as in MiniMind's template. A
-content may be a list of parts {"type": "text", "text": "…"}. A prompt that begins with
-"\\n\\nHuman:" holds several turns, as in Dahoas/rm-static. Keys in REFUSED are errors. All
-other keys, such as "rejected", are not read, and preparation names them. The built-in conversations
-are made from the docstrings of Python's standard library.
+docs/fine-tuning.md lists further keys, and keys that are refused or not read. A prompt that begins
+with "\\n\\nHuman:" holds several turns, as in Dahoas/rm-static. The built-in conversations are made
+from the docstrings of Python's standard library.
 """
 
 import ast

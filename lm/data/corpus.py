@@ -1,13 +1,4 @@
-"""Find the files of a corpus and read their documents.
-
-- `.jsonl`, `.json`, and these as `.gz` or `.zst`: each line, or each element of one array, is an
-  object with the document under "text" (MiniMind's format) or under the key that --text_column
-  names. See json_objects.py.
-- `.csv`, `.tsv`, `.parquet`: each row is a document, in the column "text" or --text_column.
-- `.txt`: the file is one document. A long file is cut at line ends into several documents.
-- a folder: all files of these kinds below it, in sorted order. Links are followed. Hidden files
-  are left out. Files that are named train, validation and test are splits.
-- "builtin": the source of Python's standard library, about 12 MB without its tests.
+"""Find the files of a corpus and read their documents. docs/data.md lists the kinds of files.
 
 Memory holds one line, object, section or batch of rows at a time. `.zst` and `.parquet` need
 pyarrow.
@@ -32,7 +23,7 @@ from lm.common.errors import UsageError
 from lm.common.parser import is_text
 from lm.data.json_objects import json_objects
 
-BUILTIN = "builtin"
+BUILTIN = "builtin"  # the source of Python's standard library, about 12 MB without its tests
 TEXT_COLUMN = "text"
 JSON = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
 SUFFIXES = (".txt", *JSON, ".csv", ".tsv", ".parquet")
