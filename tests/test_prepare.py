@@ -357,4 +357,4 @@ def test_answers_with_weight_0_do_not_change_the_split(packed, tmp_path):
 )
 def test_the_size_of_the_text_decides_the_vocabulary(n_bytes, pieces, monkeypatch):
     monkeypatch.setattr(module, "text_size", lambda files: n_bytes)
-    assert module.defaults_for([]).vocab_size == pieces
+    assert module.Preparation("builtin").defaults.vocab_size == pieces

@@ -77,12 +77,6 @@ BY_SIZE = (
 )
 
 
-def defaults_for(files: Iterable[str]) -> TextDefaults:
-    """Return the settings for these files."""
-    n_bytes = text_size(files)
-    return next(defaults for defaults in BY_SIZE if n_bytes < defaults.below)
-
-
 @dataclass
 class Preparation:
     """Text or conversations, and the settings that turn them into shards. Raises UsageError if
@@ -107,7 +101,8 @@ class Preparation:
         suffixes = SUFFIXES if of_text else CONVERSATION_SUFFIXES
         self.files = find_files(self.source, suffixes)
         self.splits = find_splits(self.source, suffixes)
-        self.defaults = defaults_for(self.files)
+        n_bytes = text_size(self.files)
+        self.defaults = next(defaults for defaults in BY_SIZE if n_bytes < defaults.below)
         if self.val_fraction is None:
             is_builtin_chat = self.source == BUILTIN and not of_text
             usual = BUILTIN_VAL_FRACTION if is_builtin_chat else self.defaults.val_fraction
