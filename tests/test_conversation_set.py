@@ -1,5 +1,4 @@
 import pickle
-import random
 
 import numpy as np
 import pytest
@@ -14,29 +13,21 @@ from model import IGNORE_INDEX
 VOCAB_SIZE = 500
 
 
-def conversation(turns: list[tuple[int, int]], first: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens that count up from `first`, and the span of each answer. A turn is (number of
-    tokens before its answer, number of tokens of its answer)."""
-    spans, end = [], 0
-    for before, said in turns:
-        spans.append((end + before, end + before + said))
-        end += before + said
-    return (first + np.arange(end)) % VOCAB_SIZE, np.array(spans)
+def conversation(*ends: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens that count up from `first`, and the span of each answer. `ends` are the ends
+    of the first question, its answer, the second question, ..."""
+    return (first + np.arange(ends[-1])) % VOCAB_SIZE, np.reshape(ends, (-1, 2))
+
+
+def many() -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    ends = [np.cumsum(rng.integers(1, 12, 2 * rng.integers(1, 5))) for _ in range(60)]
+    return [conversation(*each, first=rng.integers(VOCAB_SIZE)) for each in ends]
 
 
 def make_set(folder, conversations, val=(), shard_tokens=10**6):
     kind = "conversations"
     return make_folder(folder, conversations, VOCAB_SIZE, val, shard_tokens, kind=kind)
-
-
-def many(n=60, seed=0) -> list[tuple[np.ndarray, np.ndarray]]:
-    chooser = random.Random(seed)
-    found = []
-    for _ in range(n):
-        n_turns = chooser.randrange(1, 5)
-        turns = [(chooser.randrange(1, 9), chooser.randrange(1, 20)) for _ in range(n_turns)]
-        found.append(conversation(turns, first=chooser.randrange(VOCAB_SIZE)))
-    return found
 
 
 def expected_row(tokens, answers, seq_len) -> tuple[list[int], list[int]] | None:
@@ -71,7 +62,7 @@ def test_a_row_is_a_conversation_up_to_its_last_answer_that_fits(tmp_path, seq_l
 
 
 def test_data_without_an_answer_within_the_context_are_refused(tmp_path):
-    folder = make_set(tmp_path / "c", [conversation([(8, 3)])])
+    folder = make_set(tmp_path / "c", [conversation(8, 11)])
     for split in ("train", "val"):
         with pytest.raises(NothingFitsError, match=f"no answer of the {split} split"):
             ConversationSet(folder, split, 9)
@@ -85,7 +76,7 @@ def test_data_of_the_other_kind_is_refused(tmp_path):
 
 
 def test_the_identity_depends_on_tokens_and_answers(tmp_path):
-    tokens, answers = conversation([(3, 4)])
+    tokens, answers = conversation(3, 7)
     sets = [
         make_set(tmp_path / "a", [(tokens, answers)]),
         make_set(tmp_path / "b", [(tokens, answers)], val=many()),
@@ -124,7 +115,7 @@ def test_a_row_holds_whole_conversations_one_after_the_other(tmp_path, seq_len):
 
 
 def test_pickled_and_moved_data_can_still_be_read(tmp_path):
-    folder = make_set(tmp_path / "c", [conversation([(500, 20_000)])] * 3)
+    folder = make_set(tmp_path / "c", [conversation(500, 20_500)] * 3)
     dataset = ConversationSet(folder, "train", 30_000)
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 5000

@@ -208,15 +208,23 @@ def test_an_unknown_kind_of_file_is_refused_and_the_known_kinds_are_listed(tmp_p
             find_files(str(place))
 
 
-def test_two_columns_of_the_same_name_are_refused(tmp_path):
-    path = write(tmp_path / "a.csv", [["text", "id", "text"], ["a", "1", "b"]])
-    assert "several columns have the name 'text'" in one_line(path)
+NO_COLUMN = "no column 'text' (--text_column); it has 'id', 'body'"
+OPEN_QUOTE = b'text\na\n"no end\nb\n'
+WRONG_TABLES = [
+    ("a.csv", [["text", "id", "text"], ["a", "1", "b"]], "several columns have the name 'text'"),
+    ("a.csv", b"id;body\n", NO_COLUMN),
+    ("a.parquet", {"id": [1], "body": ["x"]}, NO_COLUMN),
+    ("a.csv", "text\r\n1\r\n".encode("utf-16"), "a.csv, line 1: not valid UTF-8"),
+    ("a.csv", "text\r\n1\r\n".encode("utf-16"), "save it as UTF-8: iconv -t utf-8 -f utf-16"),
+    ("a.csv", OPEN_QUOTE, "cannot be read: unexpected end of data"),
+    ("a.csv", OPEN_QUOTE + b"x\n" * 2000, "cannot be read: field larger than field limit (1000)"),
+]
 
 
-def test_a_missing_column_is_an_error_that_lists_the_columns(tmp_path):
-    wanted = "no column 'Body' (--text_column); it has 'id', 'body'"
-    assert wanted in one_line(write(tmp_path / "a.csv", [["id", "body"]]), "Body")
-    assert wanted in one_line(write(tmp_path / "a.parquet", {"id": [1], "body": ["x"]}), "Body")
+@pytest.mark.parametrize(("name", "content", "reason"), WRONG_TABLES)
+def test_a_wrong_table_is_an_error_with_the_reason(tmp_path, monkeypatch, name, content, reason):
+    monkeypatch.setattr(corpus, "LONGEST_FIELD", 1000)
+    assert reason in one_line(write(tmp_path / name, content))
 
 
 BAD = {
@@ -224,9 +232,7 @@ BAD = {
     "an object over many lines": (b"{\n", "not JSON of one object (Expecting"),
     "an array on one line": (b'[{"text": "a"}]', "of one object (this is a list)"),
     "deep nesting": (b"[" * 100_000, "not JSON"),
-    "an enormous number": (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON"),
     "no text": (b'{"content": "a"}', "no column 'text' (--text_column); it has 'content'"),
-    "text is null": (b'{"text": null}', '"text" must be a valid string, not None'),
     "invalid UTF-8": (b'{"text": "a\xff"}', "not valid UTF-8"),
     "lone surrogate": (b'{"text": "a\\ud800b"}', "must be a valid string, not 'a\\ud800b'"),
     "null": ({"text": ["good", None, "good"]}, '"text" must be a valid string, not None'),
@@ -288,7 +294,6 @@ def test_the_header_of_a_csv_shows_its_delimiter(tmp_path, delimiter, start):
         file.write(start)
         csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows(rows)
     assert texts(path) == DOCUMENTS
-    assert "no column 'body' (--text_column); it has 'id', 'text'" in one_line(path, "body")
 
 
 def test_in_a_csv_of_one_column_every_delimiter_is_text_and_a_malformed_row_is_bad(tmp_path):
@@ -296,20 +301,6 @@ def test_in_a_csv_of_one_column_every_delimiter_is_text_and_a_malformed_row_is_b
     first, bad, last = records(path)
     assert (parse(first), parse(last)) == ("a, b; c | d", 'e, "f"')
     assert "cannot be read: the line's end expected after '\"'" in bad.fault
-
-
-def test_a_header_that_is_not_utf8_is_named_with_the_command_that_converts_it(tmp_path):
-    said = one_line(write(tmp_path / "a.csv", "text\r\n1\r\n".encode("utf-16")))
-    assert f"{tmp_path}/a.csv, line 1: not valid UTF-8" in said
-    assert "iconv -t utf-8 -f utf-16" in said
-
-
-def test_a_quote_that_is_never_closed_is_found_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "LONGEST_FIELD", 1000)
-    path = write(tmp_path / "a.csv", b'text\na\n"no end\nb\n')
-    assert "cannot be read: unexpected end of data" in one_line(path)
-    write(path, b'text\na\n"' + b"x\n" * 2000)
-    assert "cannot be read: field larger than field limit (1000)" in one_line(path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
@@ -321,14 +312,6 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, name):
     for share in (0.0005, 0.3, 0.9999):
         path.write_bytes(data[: int(share * len(data))])
         assert "cannot be read: " in one_line(path)
-
-
-def test_a_zst_file_of_several_frames_with_a_wide_window_is_read_whole(tmp_path):
-    window = zstandard.ZstdCompressionParameters(window_log=27, enable_ldm=True)
-    compressor = zstandard.ZstdCompressor(compression_params=window).compressobj()
-    frame = compressor.compress(jsonl(*DOCUMENTS)) + compressor.flush()
-    (tmp_path / "a.jsonl.zst").write_bytes(3 * frame)
-    assert texts(tmp_path) == 3 * DOCUMENTS
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])

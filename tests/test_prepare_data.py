@@ -145,6 +145,11 @@ def test_a_folder_with_splits_keeps_them_and_its_test_files_are_not_read(
     ways = 7 if kind == "--data" else 1
     assert (train["documents"], val["documents"]) == (40 * ways, 7)
     printed = capsys.readouterr().out
+    if kind == "--conversations":
+        assert " kB of answers in " in printed
+        assert f" {train['answers']['tokens']} of them in answers\n" in printed
+        assert f" {val['answers']['tokens']} of them in answers\n" in printed
+        assert '  keys that are not read: "text" in 47 conversations\n' in printed
     assert "read 2 files, ignored 0\n" in printed
     assert "for validation: 1 file, the first: hub/validation.jsonl\n" in printed
     assert "not read, for testing: 1 file, the first: hub/test.jsonl\n" in printed
@@ -164,7 +169,7 @@ def test_an_empty_validation_split_gives_a_warning_unless_val_fraction_is_0(work
 def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
     for data in ("c.txt", "/a/c.jsonl", "/a/c.jsonl.gz", "c.jsonl.zst", "c.parquet", "/a/c/."):
         assert default_out(data) == Path("out/data/c")
-    assert default_out("/a/v1.5.jsonl").name == "v1.5"
+    assert default_out("/a/v1.5.jsonl", kind="conversations").name == "v1.5-chat"
     assert default_out(".").name == workplace.name
     small = default_out("c.txt", "--vocab_size 2000")
     assert small == default_out("c.txt", "  --vocab_size   2000 ")
@@ -226,21 +231,6 @@ def test_a_file_or_a_folder_with_other_contents_is_never_replaced(workplace, ref
         said = refusal(prepare_data, *flags, out)
         assert f"{out} exists and is no prepared data: choose another folder" in said
     assert contents(".") == before
-
-
-def test_conversations_go_to_a_folder_of_their_own(workplace, packed, capsys):
-    rows = [{"prompt": f"{i} + {i}?", "response": f"{i + i}", "id": i % 2 or ""} for i in range(60)]
-    Path("sums-of-two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--tokenizer", str(packed / "tokenizer.model"), "--val_fraction", "0.1"]
-    main([*flags, "--conversations", "sums-of-two.jsonl", "--workers", "1"])
-    train, val = read_description("out/data/sums-of-two-chat")["splits"].values()
-    assert train["documents"] + val["documents"] == 60
-    first, *lines = capsys.readouterr().out.splitlines()
-    n_bytes = train["bytes"] + val["bytes"]
-    assert first.startswith(f"out/data/sums-of-two-chat: {n_bytes / 1e3:.1f} kB of answers in")
-    for line, part in zip(lines, (train, val), strict=False):
-        assert line.endswith(f"{part['answers']['tokens']} of them in answers")
-    assert '  keys that are not read: "id" in 30 conversations' in lines
 
 
 SUMS = "--data sums.jsonl"

@@ -9,29 +9,22 @@ from lm.common.errors import UsageError
 from lm.data.shards import ShardWriter, read_description, token_dtype
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "expected"),
-    [
-        (65_535, bytes([1, 0, 0xE8, 3, 2, 0])),
-        (65_536, bytes([1, 0, 0, 0, 0xE8, 3, 0, 0, 2, 0, 0, 0])),
-    ],
-)
-def test_a_shard_is_little_endian_integers_and_nothing_else(tmp_path, vocab_size, expected):
-    writer = ShardWriter(tmp_path, "train", token_dtype(vocab_size), 100)
-    writer.write(np.array([1, 1000, 2]), 5)
-    (shard,) = writer.close()["shards"]
-    assert (tmp_path / "train-00000.bin").read_bytes() == expected
-    sha256 = hashlib.sha256(expected).hexdigest()
-    assert shard == {"file": "train-00000.bin", "tokens": 3, "sha256": sha256}
-
-
-def test_a_new_shard_begins_after_the_document_that_reaches_the_limit(tmp_path):
-    writer = ShardWriter(tmp_path, "val", token_dtype(300), 5)
-    for length in (3, 3, 5, 1, 1):
-        writer.write(np.arange(length), 10 * length)
+@pytest.mark.parametrize(("vocab_size", "size"), [(65_535, 2), (65_536, 4)])
+def test_a_shard_is_little_endian_integers_up_to_the_document_that_reaches_the_limit(
+    tmp_path, vocab_size, size
+):
+    writer = ShardWriter(tmp_path, "val", token_dtype(vocab_size), 5)
+    for first, length in ((1000, 3), (1, 3), (2, 5), (0, 1), (0, 1)):
+        writer.write(np.arange(first, first + length), 10 * length)
     part = writer.close()
-    assert [shard["tokens"] for shard in part["shards"]] == [6, 5, 2]
     assert (part["documents"], part["tokens"], part["bytes"]) == (5, 13, 130)
+    for i, ids in enumerate([[1000, 1001, 1002, 1, 2, 3], [2, 3, 4, 5, 6], [0, 0]]):
+        content = b"".join(id.to_bytes(size, "little") for id in ids)
+        assert (tmp_path / f"val-0000{i}.bin").read_bytes() == content
+        sha256 = hashlib.sha256(content).hexdigest()
+        expected = {"file": f"val-0000{i}.bin", "tokens": len(ids), "sha256": sha256}
+        assert part["shards"][i] == expected
+    assert len(part["shards"]) == 3
 
 
 def test_a_path_without_data_is_refused_with_the_command_that_prepares_data(tmp_path):
