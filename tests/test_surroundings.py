@@ -60,7 +60,6 @@ def test_a_failure_of_what_decorates_a_run_is_one_line(train, source, monkeypatc
     for name in ("draw_losses", "write_report", "prompt_and_continuations", "final_numbers"):
         monkeypatch.setattr(f"lm.training.results.{name}", fail)
     monkeypatch.setattr("lm.training.run.yardsticks", fail)
-    monkeypatch.setattr("train_several_accelerate.write_report", fail)
     for name in ("log", "finish"):
         monkeypatch.setattr(TensorBoardTracker, name, fail)
     flags = ["--sample_interval", "1", "--log_with", "tensorboard"]
