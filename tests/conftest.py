@@ -17,7 +17,7 @@ from textwrap import indent
 
 import psutil
 import pytest
-from warm_ranks import WarmProcess, helper, without_launcher
+from warm_ranks import REPOSITORY, WarmProcess, without_launcher
 
 from lm.common.errors import UsageError
 from lm.data.corpus import parse, read_records
@@ -35,7 +35,6 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 400
 # A process that runs longer than this counts as hung, on a slow machine too.
 SAFETY_NET_SECONDS = 900
@@ -249,19 +248,10 @@ def run(command: list[str], cwd: Path = REPOSITORY, **environ: str) -> Finished:
     return Finished(ended.returncode, ended.stdout)
 
 
-def start_warm(command: list[str], output, **environ: str) -> WarmProcess:
-    """Start a Python command in a fork that has imported everything already, see `warm_ranks`.
-
-    Args:
-        output: an open file with a name, for stdout and stderr.
-    """
-    return helper().start(command, REPOSITORY, clean_environment() | environ, output)
-
-
 def run_warm(command: list[str], **environ: str) -> Finished:
-    """Like `run`, but start a Python command by `start_warm`, which saves the time of imports."""
+    """Like `run`, but in a fork that has imported everything already, see `warm_ranks`."""
     with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
-        process = start_warm(command, output, **environ)
+        process = WarmProcess(command, clean_environment() | environ, output)
         try:
             code = process.wait(SAFETY_NET_SECONDS)
         except subprocess.TimeoutExpired:
@@ -362,20 +352,27 @@ def instead(*args, **options):
 {statements}
     return original(*args, **options)
 setattr(owner, name, instead)
+{before}
 from {program} import main
 main()
 """
 
 
 def injected(
-    script: Path, place: str, statements: str, when="True", program="train_pretrain_accelerate"
+    script: Path,
+    place: str,
+    statements: str,
+    when: str = "True",
+    program: str = "train_pretrain_accelerate",
+    before: str = "",
 ) -> str:
-    """Write a script that runs a program, and executes statements before each call of the function
-    at `place`, if `when` is true. Return the path of the script.
+    """Write a script that executes the statements `before`, runs a program, and executes statements
+    before each call of the function at `place`, if `when` is true. Return the path of the script.
 
     The statements can use `args` (of the call) and `calls` (their number, this one included).
     """
     facts = {"repository": str(REPOSITORY), "place": place, "when": when, "program": program}
+    facts["before"] = before
     script.write_text(INJECTED.format(**facts, statements=indent(statements, " " * 8)))
     return str(script)
 

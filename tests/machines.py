@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, clean_environment, tree_of
-from warm_ranks import Helper, WarmProcess
 
 NAMES, ADDRESSES = ("nodea", "nodeb"), ("10.77.0.1", "10.77.0.2")
 CABLE = "cable0"  # the interface at each end of the cable
@@ -37,7 +36,6 @@ class Machine:
             pytest.skip(f"only root can make network namespaces here ({reason})")
         _, first = tree_of(self._holder.pid)
         self.number = first.pid  # pid of the machine's first process, seen from outside
-        self._helper: Helper | None = None
 
     def inside(self, cwd: Path = REPOSITORY) -> tuple[str, ...]:
         """Return the words to put before a command so that it runs on this machine."""
@@ -62,20 +60,11 @@ class Machine:
                 stdin=subprocess.DEVNULL,
             )
 
-    def start_warm(self, command: list[str], log: Path, **environ: str) -> WarmProcess:
-        """Like `start`, but in a fork (`warm_ranks`). The `pid` is valid only on that machine."""
-        if self._helper is None:
-            self._helper = Helper(self.inside())
-        with open(log, "a") as output:
-            return self._helper.start(command, REPOSITORY, clean_environment() | environ, output)
-
     def plug(self, how: str) -> None:
         """Set this machine's end of the cable "up" or "down"."""
         self.do("ip", "link", "set", CABLE, how)
 
     def stop(self) -> None:
-        if self._helper is not None:
-            self._helper.close()
         self._holder.stdin.close()
         self._holder.wait()
 

@@ -22,6 +22,7 @@ import threading
 import time
 from pathlib import Path
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCHERS = ("accelerate.commands", "torch.distributed.run", "deepspeed.launcher")
 # Modules whose import takes time.
 MODULES = (
@@ -45,16 +46,48 @@ def without_launcher(environ: dict[str, str]) -> dict[str, str]:
     return clean | {"CUDA_VISIBLE_DEVICES": ""}
 
 
-class WarmProcess:
-    """A program that the helper has started; it is used like a subprocess.Popen."""
+@functools.cache
+def helper() -> subprocess.Popen:
+    """Start the process that forks, once. When the tests end, it and its forks end too."""
+    environ = without_launcher(os.environ)
+    environ.pop("PYTHONPATH", None)  # each program may have its own
+    # NumPy would start its threads at once, and a process with threads must not be forked.
+    environ["OPENBLAS_NUM_THREADS"] = "1"
+    return subprocess.Popen(
+        [sys.executable, __file__],
+        cwd=REPOSITORY,
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C at the terminal must reach only the tests
+        text=True,
+    )
 
-    def __init__(self, helper: "Helper", pid: int):
-        self._helper, self.pid = helper, pid
+
+def ask(*request):
+    """Send a request to the helper, see `serve`; return its answer."""
+    helper().stdin.write(json.dumps(request) + "\n")
+    helper().stdin.flush()
+    return json.loads(helper().stdout.readline())
+
+
+class WarmProcess:
+    """A program that runs in a fork, in the repository; it is used like a subprocess.Popen.
+
+    Args:
+        command: its first word must be sys.executable.
+        output: an open file with a name, for stdout and stderr.
+    """
+
+    def __init__(self, command: list[str], environ: dict[str, str], output):
+        assert command[0] == sys.executable
+        self.pid: int = ask("start", command[1:], environ, output.name)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self._helper.ask("poll", self.pid)
+            self.returncode = ask("poll", self.pid)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -66,59 +99,11 @@ class WarmProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        self._helper.ask("send_signal", self.pid, number)
+        ask("send_signal", self.pid, number)
 
     def abandon(self) -> None:
         """Kill the program. The forks that it started end too."""
         self.send_signal(signal.SIGKILL)
-
-
-class Helper:
-    """The process that forks. When it ends, its forks end too.
-
-    Args:
-        before: words to put before the helper's command, to start it in other Linux namespaces.
-    """
-
-    def __init__(self, before: tuple[str, ...] = ()):
-        environ = without_launcher(os.environ)
-        environ.pop("PYTHONPATH", None)  # each program may have its own
-        # NumPy would start its threads at once, and a process with threads must not be forked.
-        environ["OPENBLAS_NUM_THREADS"] = "1"
-        self._process = subprocess.Popen(
-            [*before, sys.executable, __file__],
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C at the terminal must reach only the tests
-            text=True,
-        )
-        atexit.register(self.close)
-
-    def ask(self, *request):
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def start(self, command: list[str], cwd: Path, environ: dict[str, str], output) -> WarmProcess:
-        """Start a program in a fork.
-
-        Args:
-            command: its first word must be sys.executable.
-            output: an open file with a name, for stdout and stderr.
-        """
-        assert command[0] == sys.executable
-        return WarmProcess(self, self.ask("start", command, str(cwd), environ, output.name))
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
-
-
-@functools.cache
-def helper() -> Helper:
-    return Helper()
 
 
 # From here on: code of the helper and of its forks.
@@ -127,7 +112,7 @@ def helper() -> Helper:
 class Forked(subprocess.Popen):
     """A Python program that runs in a fork of this process."""
 
-    def __init__(self, words, environ, search, cwd=".", output=None, start_new_session=False):
+    def __init__(self, words, environ, search, output=None, start_new_session=False):
         self.args, self.returncode = words, None
         self.stdin = self.stdout = self.stderr = None
         # The methods of Popen read these attributes.
@@ -137,10 +122,10 @@ class Forked(subprocess.Popen):
         if self.pid == 0:
             if start_new_session:
                 os.setsid()
-            become(words, environ, search, cwd, output)
+            become(words, environ, search, output)
 
 
-def become(words: list[str], environ: dict, search: list[str], cwd: str, output: str | None):
+def become(words: list[str], environ: dict, search: list[str], output: str | None):
     """Run a program as a fresh interpreter would, and exit.
 
     Args:
@@ -159,7 +144,6 @@ def become(words: list[str], environ: dict, search: list[str], cwd: str, output:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor in (1, 2):
             os.dup2(file, descriptor)
-    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
     code = 1
@@ -222,7 +206,7 @@ def popen(search: list[str], args, env=None, start_new_session=False, **others):
 def import_everything() -> list[str]:
     """Import all modules; return sys.path without this file's folder."""
     search = sys.path[1:]
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.path[0] = str(REPOSITORY)
     for name in (*MODULES, *PROGRAMS):
         importlib.import_module(name)
     gc.freeze()
@@ -230,22 +214,20 @@ def import_everything() -> list[str]:
 
 
 def serve() -> None:
-    """Answer each line of stdin with one line of stdout."""
+    """Answer each line of stdin, "start" or a method of a fork, with one line of stdout."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # imports may print
     search, started = import_everything(), {}
     for line in requests:
         what, *facts = json.loads(line)
-        answer = None
         if what == "start":
-            words, cwd, environ, output = facts
-            process = Forked(words[1:], environ, search, cwd, output)
+            words, environ, output = facts
+            process = Forked(words, environ, search, output)
             started[process.pid] = process
             answer = process.pid
-        elif what == "poll":
-            answer = started[facts[0]].poll()
         else:
-            started[facts[0]].send_signal(facts[1])
+            pid, *values = facts
+            answer = getattr(started[pid], what)(*values)
         print(json.dumps(answer), file=answers, flush=True)
 
 

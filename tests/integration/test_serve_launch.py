@@ -9,9 +9,10 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 from browser import Browser
-from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, start_warm, wait_for
+from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, clean_environment, wait_for
 from live_server import LiveServer
 from small_model import opinionated, save_model
+from warm_ranks import WarmProcess
 
 from lm.data.tokenizer_training import EOS_ID
 from lm.inference.sampling import Sampling
@@ -96,7 +97,7 @@ def test_ctrl_c_ends_the_server_and_a_waiting_client_gets_an_error(packed, tmp_p
     log = tmp_path / "log"
     with log.open("w") as output:
         command = [sys.executable, "-m", "scripts.serve", str(weights), "--port", "0"]
-        process = start_warm(command, output)
+        process = WarmProcess(command, clean_environment(), output)
     try:
         url = wait_for(lambda: re.search(r"^mine at (http://\S+) ", log.read_text(), re.M))[1]
         port = urlsplit(url).port

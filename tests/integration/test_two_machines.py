@@ -176,7 +176,7 @@ def both(machines, tmp_path):
             logs.append(tmp_path / f"{machine.name}.log")
             logs[-1].unlink(missing_ok=True)
             words = [*command, *more.split()]
-            processes.append(machine.start_warm(words, logs[-1], RANK=str(rank), **place))
+            processes.append(machine.start(words, logs[-1], RANK=str(rank), **place))
         codes = [process.wait(SAFETY_NET_SECONDS) for process in processes]
         return codes, [log.read_text(encoding="utf-8") for log in logs]
 
