@@ -16,7 +16,7 @@ import scripts.evaluate
 from lm.data.dataset import PackedDataset
 from lm.data.shards import DESCRIPTION_FILE
 from lm.data.tokenizer import TOKENIZER_FILE
-from lm.evaluation.tasks import detect_task
+from lm.evaluation.tasks import detect_task, split_to_score
 from lm.training.validation import validate, validation_loader
 from scripts import prepare_data
 
@@ -117,15 +117,12 @@ def test_a_folder_of_text_is_scored_with_the_named_column(evaluate, tmp_path):
     assert result["metrics"]["loss"]["low"] is None  # too few documents for an interval
 
 
-def test_of_a_folder_with_splits_validation_is_scored_or_else_test(evaluate, tmp_path):
+def test_of_a_folder_with_splits_validation_is_scored_or_else_test(tmp_path):
     for split in ("test", "train", "val"):
-        (tmp_path / f"{split}.txt").write_text(f"{split} 1 + 3 = 4")
-    printed, result = evaluate("--data", tmp_path)
-    assert (result["bytes"], result["split"]) == (13, "val")
-    assert f"{tmp_path}, val split" in printed
+        (tmp_path / f"{split}.txt").touch()
+    assert split_to_score(str(tmp_path)) == ("val", [str(tmp_path / "val.txt")])
     (tmp_path / "val.txt").unlink()
-    _, result = evaluate("--data", tmp_path)
-    assert (result["bytes"], result["split"]) == (14, "test")
+    assert split_to_score(str(tmp_path)) == ("test", [str(tmp_path / "test.txt")])
 
 
 def test_questions_are_scored_with_delimiter_or_template(evaluate, refused, run_folder, tmp_path):
@@ -187,33 +184,27 @@ def test_the_first_line_or_row_decides_the_task(content, text_column, task, tmp_
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "lines", "says"),
     [
-        ("--batch_size 0", "--batch_size: must be a whole number, at least 1, not 0"),
-        ("--stride 8", "--stride is for --task text"),
-        ("--delimiter :", "--delimiter is for --task choice"),
-        ("--json /nowhere/x.json", "--json /nowhere/x.json: no file can be written there"),
-        ("--data /nowhere", "/nowhere: no such file or folder"),
-        ("--data CORPUS --split val --task conversations", "no prepared data here"),
-        ("--data CORPUS --task packed", "no prepared data here"),
-        (f"--data CORPUS --stride {SEQ_LEN + 1}", f"skips tokens: pass at most {SEQ_LEN}"),
+        ("--batch_size 0", [], "--batch_size: must be a whole number, at least 1, not 0"),
+        ("--stride 8", [], "--stride is for --task text"),
+        ("--delimiter :", [], "--delimiter is for --task choice"),
+        ("--json /nowhere/x.json", [], "--json /nowhere/x.json: no file can be written there"),
+        ("--data /nowhere", [], "/nowhere: no such file or folder"),
+        ("--data FILE --split val --task conversations", [], "no prepared data here"),
+        ("--data FILE --task packed", [], "no prepared data here"),
+        (f"--data FILE --stride {SEQ_LEN + 1}", [], f"skips tokens: pass at most {SEQ_LEN}"),
+        ("--data FILE", [], "a.jsonl has no text"),
+        ("--data FILE --task choice", [], "no text, question, or answer"),
+        ("--data FILE", [{"text": "x"}, {"no": 1}], "a.jsonl, line 2: no column 'text'"),
+        ("--data FILE", [*QUESTIONS, {"text": "x"}], "a.jsonl, line 5: not a question"),
     ],
 )
-def test_flags_that_cannot_work_are_refused_in_one_line(refused, corpus, flags, says):
-    assert says in refused(*flags.replace("CORPUS", str(corpus)).split())
-
-
-@pytest.mark.parametrize(
-    ("lines", "flags", "says"),
-    [
-        ([], "", "a.jsonl has no text"),
-        ([], "--task choice", "no text, question, or answer"),
-        ([{"text": "x"}, {"no": 1}], "", "a.jsonl, line 2: no column 'text'"),
-        ([*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 5: not a question"),
-    ],
-)
-def test_data_that_cannot_be_scored_is_refused_in_one_line(refused, tmp_path, lines, flags, says):
-    assert says in refused("--data", write_lines(tmp_path / "a.jsonl", lines), *flags.split())
+def test_flags_that_cannot_work_and_bad_data_are_refused_in_one_line(
+    refused, tmp_path, flags, lines, says
+):
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    assert says in refused(*flags.replace("FILE", str(path)).split())
 
 
 def test_data_of_another_tokenizer_is_refused(refused, packed, tmp_path):

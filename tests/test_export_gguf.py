@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+from conftest import VOCAB_SIZE
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from small_model import save_model
 from test_export_hf import some_tokens
@@ -19,17 +20,8 @@ from model import LMConfig, Transformer
 from scripts import export_gguf
 
 # No value is LMConfig's default. Rows of 96 and 160 numbers fill whole blocks of q8_0 (32 each).
-SHAPE = {
-    "dim": 96,
-    "n_layers": 2,
-    "n_heads": 6,
-    "n_kv_heads": 3,
-    "vocab_size": 400,
-    "hidden_dim": 160,
-    "norm_eps": 1e-4,
-    "rope_theta": 5e3,
-    "max_seq_len": 40,
-}
+SHAPE = {"dim": 96, "n_layers": 2, "n_heads": 6, "n_kv_heads": 3, "vocab_size": VOCAB_SIZE}
+SHAPE |= {"hidden_dim": 160, "norm_eps": 1e-4, "rope_theta": 5e3, "max_seq_len": 40}
 
 
 @pytest.fixture
@@ -74,33 +66,19 @@ def test_transformers_computes_equal_logits_from_the_file(weights, changes):
     for parameter in model.parameters():
         parameter.data *= torch.rand(parameter.shape[-1:]) + 0.5  # norms are not all one
     save_portable(folder, model.config, dict(model.named_parameters()))
-    assert ("output.weight" in types(export(folder))) == (changes.get("tie_embeddings") is False)
+    reader = export(folder)
+    assert ("output.weight" in types(reader)) == (changes.get("tie_embeddings") is False)
+    architecture = "qwen3" if "qk_norm" in changes else "llama"
+    channels = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    sizes = {"vocab_size": 400, "feed_forward_length": 160}  # transformers reads all others
+    sizes |= dict.fromkeys(channels, model.config.head_dim)
+    assert {name: key(reader, f"{architecture}.{name}") for name in sizes} == sizes
     theirs = AutoModelForCausalLM.from_pretrained(folder.parent, gguf_file="model.gguf")
-    kind = "Qwen3ForCausalLM" if "qk_norm" in changes else "LlamaForCausalLM"
-    assert type(theirs).__name__ == kind
+    assert theirs.config.model_type == architecture
+    assert theirs.config.max_position_embeddings == 40
     tokens = some_tokens()
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
-
-
-def test_the_shape_is_stored_under_the_gguf_keys_of_llama(weights):
-    reader = export(weights())
-    assert key(reader, "general.architecture") == "llama"
-    expected = {
-        "vocab_size": 400,
-        "context_length": 40,
-        "embedding_length": 96,
-        "block_count": 2,
-        "feed_forward_length": 160,
-        "attention.head_count": 6,
-        "attention.head_count_kv": 3,
-        "attention.key_length": 16,
-        "attention.value_length": 16,
-        "attention.layer_norm_rms_epsilon": pytest.approx(1e-4),
-        "rope.dimension_count": 16,
-        "rope.freq_base": 5e3,
-    }
-    assert {name: key(reader, f"llama.{name}") for name in expected} == expected
 
 
 def test_the_tokenizer_is_stored_piece_by_piece_and_further_ids_are_unused(weights, packed):
@@ -113,11 +91,8 @@ def test_the_tokenizer_is_stored_piece_by_piece_and_further_ids_are_unused(weigh
     assert len(set(pieces)) == len(scores) == 416
     kinds = key(reader, "tokenizer.ggml.token_type")
     assert kinds[400:] == [gguf.TokenType.UNUSED] * 16
-    for kind, is_kind in (
-        (gguf.TokenType.UNKNOWN, model.is_unknown),
-        (gguf.TokenType.CONTROL, model.is_control),
-        (gguf.TokenType.BYTE, model.is_byte),
-    ):
+    for name in ("unknown", "control", "byte"):
+        kind, is_kind = getattr(gguf.TokenType, name.upper()), getattr(model, f"is_{name}")
         assert [i for i in ids if kinds[i] == kind] == [i for i in ids if is_kind(i)]
     assert kinds.count(gguf.TokenType.NORMAL) == 400 - 3 - 256
     for name, id in (("bos", 1), ("eos", 2), ("unknown", 0)):
@@ -135,28 +110,26 @@ def test_rope_scaling_is_stored_as_one_factor_per_frequency(weights):
     assert all(slower[1:] >= slower[:-1])
 
 
-def test_f16_rounds_matrices_and_keeps_norms(weights):
+def test_f16_rounds_matrices_and_q8_0_changes_them_by_about_half_a_step(weights):
+    """Norms stay exact."""
     folder = weights()
     exact, rounded = tensors(export(folder)), export(folder, "--type", "f16", "--overwrite")
-    for name, kind in types(rounded).items():
-        norm = "norm" in name
-        assert kind == ("F32" if norm else "F16")
-        wanted = exact[name] if norm else exact[name].astype(np.float16)
-        assert np.array_equal(tensors(rounded)[name], wanted)
     assert key(rounded, "general.file_type") == gguf.LlamaFileType.MOSTLY_F16
-
-
-def test_q8_0_changes_no_weight_by_more_than_about_half_a_step(weights):
-    folder = weights()
-    exact, quantized = tensors(export(folder)), export(folder, "--type", "q8_0", "--overwrite")
-    assert set(types(quantized).values()) == {"F32", "Q8_0"}
+    halves, half_types = tensors(rounded), types(rounded)
+    quantized = export(folder, "--type", "q8_0", "--overwrite")
     for name, values in tensors(quantized).items():
-        if types(quantized)[name] == "Q8_0":
-            blocks = exact[name].reshape(-1, 32)
-            step = np.abs(blocks).max(axis=1, keepdims=True) / 127
-            # Rounding the weight adds up to 0.5 steps, rounding the step to fp16 up to 0.062.
-            assert (np.abs(values.reshape(-1, 32) - blocks) < 0.57 * step).all()
-            assert not np.array_equal(values, exact[name])
+        kinds = half_types[name], types(quantized)[name]
+        if "norm" in name:
+            assert kinds == ("F32", "F32")
+            assert np.array_equal(values, exact[name])
+            continue
+        assert kinds == ("F16", "Q8_0")
+        assert np.array_equal(halves[name], exact[name].astype(np.float16))
+        blocks = exact[name].reshape(-1, 32)
+        step = np.abs(blocks).max(axis=1, keepdims=True) / 127
+        # Rounding the weight adds up to 0.5 steps, rounding the step to fp16 up to 0.062.
+        assert (np.abs(values.reshape(-1, 32) - blocks) < 0.57 * step).all()
+        assert not np.array_equal(values, exact[name])
 
 
 def test_experts_rows_that_q8_0_cannot_store_and_other_tokenizers_are_refused(weights, refusal):

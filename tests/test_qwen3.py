@@ -15,7 +15,7 @@ from test_export_hf import logits_of, some_tokens
 from test_tokenizer import NASTY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lm.data.chat_template import TEMPLATE_FILE, encode_chat_prompt
+from lm.data.chat_template import TEMPLATE_FILE, JinjaTemplate, encode_chat_prompt
 from lm.data.conversations import Turn
 from lm.formats.portable import load_portable
 from lm.inference.generation import StreamedText, generate
@@ -76,10 +76,8 @@ def write_minimind_3(folder: Path, kind: str) -> dict:
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     written = json.loads((folder / "config.json").read_text())
-    same = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "head_dim")
-    same += ("num_key_value_heads", "intermediate_size", "rms_norm_eps", "max_position_embeddings")
-    config = {name: written[name] for name in same} | {
-        **{"model_type": "minimind", "use_moe": bool(one), "hidden_act": "silu"},
+    config = written | {
+        **{"model_type": "minimind", "use_moe": bool(one), "rope_parameters": None},
         **{"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 24},
         **{"rope_theta": 1e6, "rope_scaling": None, "inference_rope_scaling": False},
         **{"norm_topk_prob": True, "router_aux_loss_coef": 5e-4, "tie_word_embeddings": True},
@@ -124,7 +122,6 @@ TEMPLATE = """\
 {%- endfor %}
 {%- for message in messages %}
     {%- if not message.content %}{% continue %}{% endif %}
-    {%- if message.content == "forbidden" %}{{ raise_exception("no answer") }}{% endif %}
     {%- set text = message.content %}
     {%- if message.role == "system" %}
         {%- set text = text | tojson %}
@@ -142,16 +139,14 @@ TEMPLATE = """\
  """
 
 
-def write_chat_model(
-    folder: Path, texts: list[str], template: str = TEMPLATE, listed: bool = False
-) -> Path:
+def write_chat_model(folder: Path, texts: list[str], listed: bool = False) -> Path:
     """Write a Qwen3 with a tokenizer.json and a chat template, as transformers 4 writes it."""
     write_tokenizer(write_qwen3(folder), "llama3", texts, names=("<think>", "</think>"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = template
+    config["chat_template"] = TEMPLATE
     if listed:  # as in models with several templates; the tokenizer has no bos_token
         others = [{"name": "tool_use", "template": "{{ tools }}"}]
-        config["chat_template"] = [*others, {"name": "default", "template": template}]
+        config["chat_template"] = [*others, {"name": "default", "template": TEMPLATE}]
         config["pad_token"] = config.pop("bos_token")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -194,21 +189,15 @@ def test_a_models_own_chat_template_gives_transformers_ids_here_and_in_an_export
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        (TEMPLATE, "no answer"),
-        ("{{ raise_exception('a\\nb') }}", "a b"),
-        ("{% if %}", "Expected an expression"),
-        ("{{ 1 + 'a' }}", "type"),
-    ],
+    ("source", "says"),
+    [("{{ raise_exception('a\\nb') }}", "a b"), ("{% if %}", "Expected an expression")],
 )
 def test_a_template_that_refuses_a_message_or_fails_is_an_error_of_one_line(
-    texts, tmp_path, template, says
+    texts, tmp_path, source, says
 ):
-    source = write_chat_model(tmp_path / "theirs", texts, template)
-    import_weights.main([str(source), str(tmp_path / "ours")])
-    tokenizer = load_trained(str(tmp_path / "ours")).tokenizer
-    line = error_of(encode_chat_prompt, tokenizer, [Turn("user", "forbidden")])
+    write_tokenizer(tmp_path, "llama3", texts)
+    template = JinjaTemplate(source, str(tmp_path / "tokenizer.json"))
+    line = error_of(template.encode, [Turn("user", "1")])
     assert line.startswith("the model's chat template: ")
     assert says in line
 
@@ -232,13 +221,8 @@ def test_an_answer_ends_at_each_end_token_of_config_json_and_generation_config_j
     for name in ("ours", "again"):
         tokenizer = load_trained(str(tmp_path / name)).tokenizer
         assert tokenizer.eos_id != 396
-        text = StreamedText(
-            prompt=[1],
-            max_new_tokens=9,
-            sampling=Sampling(),
-            tokenizer=tokenizer,
-            deliver=lambda *_: None,
-        )
+        settings = {"prompt": [1], "max_new_tokens": 9, "sampling": Sampling()}
+        text = StreamedText(**settings, tokenizer=tokenizer, deliver=lambda *_: None)
         text.take(5)
         text.take(396)
         assert (text.ids, text.finish_reason) == ([5], "stop")

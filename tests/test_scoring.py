@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -31,77 +32,46 @@ TEXTS = [
 
 @pytest.fixture
 def scorer(accelerator) -> Scorer:
-    return Scorer(opinionated(VOCAB_SIZE, SEQ_LEN), accelerator, batch_size=4)
+    return Scorer(opinionated(VOCAB_SIZE, SEQ_LEN), accelerator, batch_size=2)
 
 
-def random_rows(n: int) -> list[Row]:
-    """Return rows of 1 to SEQ_LEN tokens; the first third of a row's targets is ignored."""
-    rng = torch.Generator().manual_seed(3)
-    rows = []
-    for i in range(n):
-        length = int(torch.randint(1, SEQ_LEN + 1, (), generator=rng))
-        tokens, targets = torch.randint(0, VOCAB_SIZE, (2, length), generator=rng)
-        targets[: length // 3] = IGNORE_INDEX
-        rows.append(Row(i // 3, tokens, targets, 10 * i))  # three rows per unit
-    return rows
+def rows_of(texts: list[str], tokenizer: Tokenizer, stride: int) -> Iterator[Row]:
+    records = [Record(f"{i}.txt", 0, text.encode()) for i, text in enumerate(texts)]
+    return document_rows(records, tokenizer, SEQ_LEN, stride, {})
 
 
-def score_alone(model: Transformer, row: Row) -> list[float]:
-    """Compute the four sums of a row's score, without padding or batches."""
-    with torch.no_grad():
-        logits = model(row.tokens[None]).logits[0].double()
-    counts = row.targets != IGNORE_INDEX
-    logits, targets = logits[counts], row.targets[counts]
-    nll, hits = F.cross_entropy(logits, targets, reduction="sum"), logits.argmax(-1) == targets
-    return [nll.item(), hits.sum().item(), len(targets), row.n_bytes]
-
-
-@pytest.mark.parametrize("n", [1, 13])
-def test_scores_do_not_depend_on_blocks_and_are_grouped_by_unit(scorer, monkeypatch, n):
-    """Blocks of 5 rows end inside a unit of 3."""
-    monkeypatch.setattr(scoring, "BLOCK_ROWS", 5)
-    rows, read = random_rows(n), []
-    units = scorer.units(read.append(row) or row for row in rows)
-    first = next(units)
-    assert len(read) == min(n, 5)
-    scored = [first, *units]
-    assert [(unit, len(scores)) for unit, scores in scored] == [
-        (unit, min(3, n - 3 * unit)) for unit in range(-(-n // 3))
-    ]
-    scores = [score for _, scores in scored for score in scores]
-    for row, score in zip(rows, scores, strict=True):
-        assert score.tolist() == pytest.approx(score_alone(scorer.model, row), rel=1e-5)
-    assert scorer.accelerator._dataloaders == []  # no block stays in memory
-
-
-def test_bfloat16_scores_are_close_but_not_equal_to_fp32_scores(scorer):
-    exact, rounded = (
-        sum(scores[:, 0].sum() for _, scores in replace(scorer, dtype=dtype).units(random_rows(12)))
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    assert exact != rounded == pytest.approx(exact, rel=0.02)
-
-
-def naive_nll(model, ids: list[int], stride: int) -> float:
-    """Score token by token. The first window that predicts ids[t] gives the context of ids[t]."""
-    total = 0.0
+def naive(model: Transformer, ids: list[int], stride: int) -> tuple[float, int]:
+    """Score token by token: return the negative log-likelihood and the number of hits. The first
+    window that predicts ids[t] gives the context of ids[t]."""
+    nll, hits = 0.0, 0
     for t in range(1, len(ids)):
         start = stride * max(0, math.ceil((t - SEQ_LEN) / stride))
         with torch.no_grad():
             logits = model(torch.tensor([ids[start:t]])).logits[0, -1].double()
-        total -= F.log_softmax(logits, dim=-1)[ids[t]].item()
-    return total
+        nll -= F.log_softmax(logits, dim=-1)[ids[t]].item()
+        hits += int(logits.argmax()) == ids[t]
+    return nll, hits
 
 
 @pytest.mark.parametrize("stride", [1, 5, 16])
-def test_document_scores_equal_those_of_scoring_one_token_at_a_time(scorer, tokenizer, stride):
-    texts = list(filter(None, TEXTS))
+def test_document_scores_equal_those_of_scoring_one_token_at_a_time(
+    scorer, tokenizer, stride, monkeypatch
+):
+    """Blocks of 3 rows end inside a document; the rows of a batch differ in length."""
+    monkeypatch.setattr(scoring, "BLOCK_ROWS", 3)
+    texts, read = list(filter(None, TEXTS)), []
     ids = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     assert len(ids[0]) > 2 * SEQ_LEN
-    records = [Record("a.txt", "a.txt", text.encode()) for text in TEXTS]
-    units = list(scorer.units(document_rows(records, tokenizer, SEQ_LEN, stride, {})))
-    found, hits = summary(units), sum(scores[:, 1].sum() for _, scores in units)
-    nll = sum(naive_nll(scorer.model, document, stride) for document in ids)
+    rows = rows_of([*TEXTS[1:], TEXTS[0]], tokenizer, stride)
+    units = scorer.units(read.append(row) or row for row in rows)
+    first = next(units)
+    assert len(read) == 3  # a block is scored before the next block is read
+    units = [first, *units]
+    naive_scores = [naive(scorer.model, document, stride) for document in [*ids[1:], ids[0]]]
+    for (_, scores), expected in zip(units, naive_scores, strict=True):
+        assert tuple(scores[:, :2].sum(axis=0)) == pytest.approx(expected, rel=1e-6)
+    assert scorer.accelerator._dataloaders == []  # no block stays in memory
+    found, (nll, hits) = summary(units), map(sum, zip(*naive_scores, strict=True))
     n_tokens = sum(len(document) - 1 for document in ids)
     n_bytes = sum(len(text.encode()) for text in texts)
     assert (found["units"], found["tokens"], found["bytes"]) == (len(texts), n_tokens, n_bytes)
@@ -110,6 +80,15 @@ def test_document_scores_equal_those_of_scoring_one_token_at_a_time(scorer, toke
     assert metrics["loss"] == pytest.approx(nll / n_tokens, rel=1e-6)
     assert metrics["perplexity"] == pytest.approx(math.exp(nll / n_tokens), rel=1e-5)
     assert metrics["bits_per_byte"] == pytest.approx(nll / math.log(2) / n_bytes, rel=1e-6)
+
+
+def test_bfloat16_scores_are_close_but_not_equal_to_fp32_scores(scorer, tokenizer):
+    exact, rounded = (
+        summary([*replace(scorer, dtype=dtype).units(rows_of(TEXTS, tokenizer, 4))])["metrics"]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert exact["loss"]["value"] != rounded["loss"]["value"]
+    assert rounded["loss"]["value"] == pytest.approx(exact["loss"]["value"], rel=0.02)
 
 
 class Squeezing(Tokenizer):

@@ -154,15 +154,9 @@ def test_a_trained_model_is_restored_from_its_tokenizer_json_byte_for_byte(pair,
     assert not can or out.read_bytes() == Path(tokenizer.path).read_bytes()
 
 
-def swap_ids(content: dict, first: int, second: int) -> None:
-    vocabulary = content["model"]["vocab"]
-    names = {id: piece for piece, id in vocabulary.items()}
-    vocabulary |= {names[first]: second, names[second]: first}
-
-
 CHANGES = {
     "merges in another order": lambda json: json["model"]["merges"].reverse(),
-    "two bytes swapped": lambda json: swap_ids(json, 100, 101),
+    "two bytes swapped": lambda json: json["model"]["vocab"].update({"<0x01>": 5, "<0x02>": 4}),
     "another normalizer": lambda json: json.update(normalizer={"type": "NFC"}),
     "not a tokenizer": lambda json: json.pop("model"),
 }
