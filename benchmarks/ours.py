@@ -32,7 +32,7 @@ def start_run(flags: list[str]) -> Run:
     Raises UsageError or ConfigError if the flags or the data are invalid.
     """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        run = set_up(*parse_arguments(["--out_dir", folder, *QUIET.split(), *flags]))
+        run = set_up([parse_arguments(["--out_dir", folder, *QUIET.split(), *flags])])
     stop_in_order()  # replaces the handlers of the Run, which note the first signal
     run.model.train()
     return run

@@ -83,12 +83,10 @@ def test_adamw_is_from_torch_unless_the_deepspeed_file_has_an_optimizer():
 
 
 def test_the_flags_set_the_group_of_muon_and_the_groups_of_adamw():
-    optimizer = build(tiny(), MUON)
-    by_muon, *by_adamw = optimizer.param_groups
+    by_muon, *by_adamw = build(tiny(), MUON).param_groups
     assert [by_muon[k] for k in ("momentum", "weight_decay", "lr_factor")] == [0.7, 0.2, 100]
-    for group in by_adamw:
-        assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-8)
-    assert [group["weight_decay"] for group in by_adamw] == [0.2, 0.0]
+    found = [(group["betas"], group["eps"], group["weight_decay"]) for group in by_adamw]
+    assert found == [((0.8, 0.9), 1e-8, 0.2), ((0.8, 0.9), 1e-8, 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,10 @@ def damage_file(run: Path, step: int) -> None:
     path.write_bytes(contents)
 
 
-def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path):
+def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path, capsys):
     assert find(tmp_path).folder.path.name.replace("-", "").isdigit()
+    assert find(tmp_path, resume="auto", run_name="first").checkpoint is None
+    assert "no checkpoint" in capsys.readouterr().out
     start = find(tmp_path, run_name="first")
     assert (start.folder.path, start.checkpoint, start.step) == (tmp_path / "first", None, 0)
     assert list(tmp_path.iterdir()) == []
@@ -124,12 +126,6 @@ def test_auto_takes_the_newest_checkpoint_of_all_runs_or_of_the_named_run(tmp_pa
     assert find(tmp_path, resume="auto").checkpoint == RunFolder(newer).checkpoint(1000)
     start = find(tmp_path, resume="auto", run_name="older")
     assert (start.checkpoint, start.step) == (RunFolder(older).checkpoint(9000), 9000)
-
-
-def test_auto_with_nothing_to_resume_starts_a_run_and_says_so(tmp_path, capsys):
-    assert find(tmp_path / "runs", resume="auto", run_name="first").checkpoint is None
-    assert "no checkpoint" in capsys.readouterr().out
-    assert not (tmp_path / "runs").exists()
 
 
 def test_the_path_of_a_run_or_of_a_checkpoint_can_be_resumed(tmp_path, monkeypatch):
@@ -303,6 +299,9 @@ def test_a_typed_flag_replaces_the_flag_of_the_run_that_decides_the_same(decided
     assert decided("--lora_alpha 8", saved, SFTArguments)["lora_dim"] == 8
     for folder, data in ((tmp_path, str(tmp_path)), ("gone", TrainingArguments.data)):
         assert decided("", {"data": str(folder)})["data"] == data
+    for flags, teacher in (("", "its own"), ("--teacher typed", "typed")):
+        kept = decided(flags, {"teacher": "its own"}, DistillationArguments)
+        assert kept["teacher"] == teacher
 
 
 def test_a_resumed_run_keeps_its_threads_unless_the_machine_or_the_user_says_otherwise(
@@ -329,13 +328,6 @@ def test_another_number_of_processes_keeps_the_global_batch(tmp_path):
     other = TrainingArguments(batch_size=5)  # the global batch is no multiple of 5
     said = not_the_same(start, other, processes=2)
     assert said[0] == "global_batch: 24 in the checkpoint, 10 now"
-
-
-def test_a_resumed_run_keeps_its_own_teacher(decided):
-    saved = {"teacher": "its own"}
-    assert decided("", saved, DistillationArguments)["teacher"] == "its own"
-    assert decided("--teacher typed", saved, DistillationArguments)["teacher"] == "typed"
-    assert decided("", {}, DistillationArguments)["teacher"] == "auto"
 
 
 def test_a_resumed_run_reads_the_weights_in_its_own_folder(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """The parts of a training step. Whole launches are tested in tests/integration."""
 
 import json
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -140,45 +139,6 @@ def test_the_last_steps_read_only_the_first_segmentation_also_in_a_resumed_run(r
             rows = [row for batch in take(run, step) for row in batch.tokens.tolist()]
             assert read.setdefault(step, rows) == rows
     assert [step for step, rows in read.items() if all(row in first for row in rows)] == [3, 4]
-
-
-def test_under_deepspeed_the_weights_change_in_update_after_one_reduction(run_of, monkeypatch):
-    """The context of DeepSpeed reduces the gradients when it ends."""
-    run, calls = run_of(), []
-
-    @contextmanager
-    def reduction_at_the_end():
-        yield
-        calls.append("reduction")
-
-    monkeypatch.setattr(run.profiler, "phase", calls.append)
-    run.engine.coalesces, run.engine.deepspeed = True, {}
-    run.model = SimpleNamespace(
-        coalesce_grad_reduction=reduction_at_the_end,
-        set_gradient_accumulation_boundary=calls.append,
-        backward=lambda loss: calls.append(loss.item()),
-        step=lambda: calls.append("step"),
-        get_global_grad_norm=lambda: 3.0,
-        no_sync=nullcontext,
-    )
-    run.begin(1)
-    for batch in run.micro_batches():
-        with run.accumulate():
-            run.backward(torch.tensor(2.0), batch)
-    pass_ = ["data", "forward", "backward"]
-    earlier = [*pass_, False, 2.0] * (ACCUMULATION - 1)
-    assert calls == [*earlier, *pass_, True, 2.0, "data"]
-    calls.clear()
-    assert run.update() == 3.0
-    assert calls == ["optimizer", "reduction", True, "step"]
-
-
-@pytest.mark.parametrize(("trained", "steps"), [(0, [1, 2, 3, 4]), (2, [3, 4]), (4, [])])
-def test_steps_go_from_the_first_untrained_step_to_the_last(run_of, trained, steps):
-    run = run_of(trained=trained)
-    run.model.eval()
-    assert list(run.steps()) == steps
-    assert run.model.training
 
 
 @pytest.mark.parametrize(("grad_clip", "clipped"), [(1e-3, True), (0.0, False)])

@@ -156,7 +156,7 @@ def measure(
         os.environ["WORLD_SIZE"] = "1"
         args, settings = as_arguments(flags | QUIET | {"out_dir": folder}, arguments)
         with one_line_failures(args, settings):
-            run = set_up(args, settings, partial(TimedRun, threads=threads, seconds=seconds))
+            run = set_up([(args, settings)], partial(TimedRun, threads=threads, seconds=seconds))
             handle(SIGNALS, signal.SIG_DFL)  # a signal ends the measurement at once
             try:
                 train(run)

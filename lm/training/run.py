@@ -129,7 +129,6 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Yield the step numbers from `first_step` to the last step or a stop request."""
-        self.model.train()
         for step in range(self.first_step, self.total_steps + 1):
             if self.runs.stopped:
                 return
@@ -217,28 +216,17 @@ class Run:
         most = self.args.max_bad_steps
         # If the norm is on a GPU, reading the counter waits for the GPU: it is read more rarely.
         interval = most if getattr(grad_norm, "is_cuda", False) else 1
-        if self._is_time(step, interval) and (bad := int(self.log.meter.worst_in_row)) >= most:
-            self.runs.wait()
+        if self.is_time(step, interval) and (bad := int(self.log.meter.worst_in_row)) >= most:
             steps = f"{bad} steps in a row"
             raise UsageError(f"{steps} had a non-finite gradient: lower --learning_rate")
         self.evaluate(step)
 
     def evaluate(self, step: int) -> None:
         """Validate and write a sample if it is time."""
-        self.val_loss = (
-            self.validate(step) if self._is_time(step, self.args.eval_interval) else None
-        )
+        is_due = self.is_time(step, self.args.eval_interval)
+        self.val_loss = self.validate(step) if is_due else None
         if self.args.sample_interval and step % self.args.sample_interval == 0:
             self.write_sample(step)
-
-    def repeat_validation(self) -> bool:
-        """After a resume, make up for a validation and a sample that a stop request prevented.
-        Return whether this was necessary."""
-        start = self.inputs.start
-        is_due = self.val_loader and self._is_time(start.step, self.args.eval_interval)
-        if repeats := bool(start.checkpoint and is_due and self.val_loss is None):
-            self.evaluate(start.step)
-        return repeats
 
     def validate(self, step: int) -> float | None:
         """Log and return the validation loss; None if it is not finite, if there are no data or
@@ -269,14 +257,15 @@ class Run:
     def is_time_to_save(self, step: int) -> bool:
         """Return whether no checkpoint has a validation loss as low as the run's, --save_interval
         is due, or the run ends. Every process must call this."""
-        if self._is_time(step, self.args.save_interval):
+        if self.is_time(step, self.args.save_interval):
             return True
         if self.val_loss is None:
             return False
         self.runs.wait()  # the checkpoint that is being written may be the best
         return self.checkpointer.is_best(self.val_loss)
 
-    def _is_time(self, step: int, interval: int) -> bool:
+    def is_time(self, step: int, interval: int) -> bool:
+        """Return whether something is due that happens every `interval` steps, and at the end."""
         return step == self.total_steps or (interval > 0 and step % interval == 0)
 
     def finish(self) -> None:

@@ -49,10 +49,15 @@ class Runs:
         self._left[run] = time.perf_counter()
 
     def repeat_validations(self) -> None:
-        """After a resume, make up for validations that a stop request prevented."""
-        repeated = [run.repeat_validation() for run in self.in_turn()]
-        if any(repeated):
-            self.end(self.all[0].inputs.start.step)
+        """After a resume, make up for validations and samples that a stop request prevented."""
+        step, repeats = self.all[0].inputs.start.step, False
+        for run in self.in_turn():
+            is_due = step and run.val_loader and run.is_time(step, run.args.eval_interval)
+            if is_due and run.val_loss is None:
+                run.evaluate(step)
+                repeats = True
+        if repeats:
+            self.end(step)
 
     def end(self, step: int) -> None:
         """Save all runs if one run is due, --save_minutes have passed, or a stop is requested."""

@@ -56,7 +56,7 @@ def run_program(
             args, model_settings = decided_arguments(typed, arguments)
             models = read_models(typed) if read_models else [(args, model_settings)]
             with one_line_failures(args, model_settings):
-                if run := set_up_together(models):
+                if run := set_up(models):
                     train(run)
     finally:
         if argv is None:
@@ -92,13 +92,7 @@ def notebook_process(command: list[str]) -> Iterator[None]:
         sys.argv = typed
 
 
-def set_up(args: TrainingArguments, model_settings: dict, run_class: type[Run] = Run) -> Run | None:
-    """Return a run that is ready to train, or None if it is finished. Raises UsageError or
-    ConfigError if the run cannot be trained."""
-    return set_up_together([(args, model_settings)], run_class)
-
-
-def set_up_together(models: list[Model], run_class: type[Run] = Run) -> Run | None:
+def set_up(models: list[Model], run_class: type[Run] = Run) -> Run | None:
     """Set up runs that read the same batches, and return the first of those that are not finished.
     Raises UsageError or ConfigError if a run cannot be trained."""
     started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
