@@ -174,7 +174,7 @@ def small_disk(tmp_path):
 
     yield mount
     if folder.is_mount():
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # files may be open
 
 
 @pytest.fixture

@@ -21,18 +21,11 @@ from lm.common.atomic import (
 )
 
 
-def write_file(path: Path, text: str, error: type[BaseException] | None = None) -> None:
-    """Write a file with `whole_file`; raise `error`, if given, before the rename."""
-    with whole_file(path) as partial:
-        partial.write_text(text)
-        if error:
-            raise error
-
-
-def write_folder(path: Path, text: str, error: type[BaseException] | None = None) -> None:
-    """Write a one-file folder with `whole_folder`; raise `error`, if given, before the rename."""
-    with whole_folder(path) as partial:
-        (partial / "file").write_text(text)
+def write(whole, path: Path, text: str, error: type[BaseException] | None = None) -> None:
+    """Write a file or a one-file folder; raise `error`, if given, before the rename.
+    `whole` is whole_file or whole_folder."""
+    with whole(path) as partial:
+        (partial if whole is whole_file else partial / "file").write_text(text)
         if error:
             raise error
 
@@ -56,15 +49,15 @@ def text_of(path: Path) -> str:
     return (path / "file").read_text()
 
 
-@pytest.mark.parametrize("write", [write_file, write_folder])
-def test_a_file_or_folder_appears_only_when_whole_and_replaces_an_older_one(tmp_path, write):
+@pytest.mark.parametrize("whole", [whole_file, whole_folder])
+def test_a_file_or_folder_appears_only_when_whole_and_replaces_an_older_one(tmp_path, whole):
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "new", "half", KeyboardInterrupt)
+        write(whole, tmp_path / "new", "half", KeyboardInterrupt)
     assert names(tmp_path) == []
     for text in ("first", "second"):
-        write(tmp_path / "new", text)
+        write(whole, tmp_path / "new", text)
         with pytest.raises(KeyboardInterrupt):
-            write(tmp_path / "new", "half", KeyboardInterrupt)
+            write(whole, tmp_path / "new", "half", KeyboardInterrupt)
         assert names(tmp_path) == ["new"]
         assert text_of(tmp_path / "new") == text
 
@@ -113,11 +106,11 @@ def test_the_next_write_deletes_the_leftovers_of_a_killed_process(tmp_path):
     folder_of(tmp_path / "new.deleting", "old")
     folder_of(tmp_path / "newer.partial", "of another")
     with pytest.raises(KeyboardInterrupt):
-        write_folder(tmp_path / "new", "half", KeyboardInterrupt)
+        write(whole_folder, tmp_path / "new", "half", KeyboardInterrupt)
     assert names(tmp_path) == ["new.deleting", "newer.partial"]  # new.deleting may be the only copy
-    write_folder(tmp_path / "new", "whole")
+    write(whole_folder, tmp_path / "new", "whole")
     folder_of(tmp_path / "new.deleting", "older")
-    write_folder(tmp_path / "new", "newest")
+    write(whole_folder, tmp_path / "new", "newest")
     assert names(tmp_path) == ["new", "newer.partial"]
     assert text_of(tmp_path / "new") == "newest"
 

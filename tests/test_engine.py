@@ -1,5 +1,6 @@
 import os
 import re
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,16 @@ def test_a_process_that_waits_for_the_others_says_so_once(environ, monkeypatch, 
 def test_a_launch_that_cannot_work_is_refused_with_the_reason(environ, variables, args, named):
     environ |= {f"ACCELERATE_{k}": v for k, v in variables.items()} | {"MASTER_PORT": "29500"}
     assert named in error_of(build_engines, [args])
+
+
+def test_a_port_in_use_is_an_error_of_one_line(environ):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert f"the processes cannot meet at 127.0.0.1:{port}: " in error_of(build_engines, [BF16])
 
 
 def test_flags_and_processes_that_do_not_suit_the_gpus_are_refused(environ, monkeypatch):

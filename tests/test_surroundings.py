@@ -72,6 +72,14 @@ def test_a_failure_of_what_decorates_a_run_is_one_line(train, source, monkeypatc
     assert run.checkpoint(2).exists()
 
 
+def test_results_that_do_not_fit_on_the_disk_end_the_run_in_one_line(train, small_disk, capsys):
+    disk = str(small_disk("300k"))
+    with pytest.raises(SystemExit) as ended:
+        train("train_pretrain_accelerate", "run", "--dim", "64", "--out_dir", disk)
+    assert ended.value.code == 2
+    assert "error: no space left on the disk: " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_tracker_that_does_not_start_leaves_the_name_of_the_run_free(train, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(TensorBoardTracker, "start", fail)

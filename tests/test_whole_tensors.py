@@ -2,7 +2,6 @@
 DeepSpeed's layouts are imitated. tests/integration tests weights and moments under every engine,
 with adapters, and those of an old run."""
 
-import json
 from collections import ChainMap
 from types import SimpleNamespace
 
@@ -125,29 +124,3 @@ def test_weights_and_moments_that_do_not_fit_the_model_are_named(accelerator):
     moments["norm.weight.exp_avg"] = moments["norm.weight.exp_avg"][:1]
     with pytest.raises(ConfigError, match=r"the shape of norm\.weight\.exp_avg is not"):
         plain.load(base, moments, plain.scalars(), "checkpoint")
-
-
-def test_the_loss_scale_of_fp16_is_restored():
-    """DeepSpeed's scaler is used. A scale that was lowered stays lowered."""
-    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-
-    def state(scaler) -> TrainingState:
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
-        zero = SimpleNamespace(optimizer=optimizer, loss_scaler=scaler, bit16_groups=[])
-        zero.single_partition_of_fp32_groups = []
-        zero.round_robin_bit16_groups = zero.round_robin_bit16_offsets = []
-        accelerator = SimpleNamespace(mixed_precision="fp16", process_index=0)
-        engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"zero_optimization": {"stage": 2}})
-        module = torch.nn.Module()
-        module.config = SimpleNamespace(tie_embeddings=False)
-        model = SimpleNamespace(optimizer=zero, module=module)
-        return TrainingState(engine, model, None, shapes=module)
-
-    options = {"init_scale": 2.0**16, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1}
-    options["consecutive_hysteresis"] = False
-    used, fresh = (CreateLossScaler(torch.float16, 0, True, options) for _ in range(2))
-    used.cur_scale, used.cur_iter, used.last_overflow_iter = 128.0, 70, 69
-    saved = json.loads(json.dumps(state(used).scalars()))
-    target = state(fresh)
-    target.load({}, {}, saved, "checkpoint")
-    assert (fresh.cur_scale, fresh.cur_iter, fresh.last_overflow_iter) == (128.0, 70, 69)

@@ -210,7 +210,7 @@ def test_a_nan_of_one_rank_never_reaches_the_weights_and_is_counted(
     engine, dtype, packed, tmp_path
 ):
     """One gradient of one micro-batch of step 3 is NaN on one of two processes. In fp16 it halves
-    the scale of the loss."""
+    the scale of the loss, which a resumed run keeps."""
     flags = f"--max_steps 5 --dtype {dtype} --accumulation_steps 8 --batch_size 1"
     flags += " --save_interval 1 --keep_last 0 --eval_interval 0"
     statements = f"if calls == 20 and os.environ['RANK'] == '1': {NAN}"
@@ -231,10 +231,12 @@ def test_a_nan_of_one_rank_never_reaches_the_weights_and_is_counted(
         assert before.isfinite().all()
         assert torch.equal(weights[1][name], before)
         assert not torch.equal(weights[2][name], before)
-    state = json.loads((run.checkpoint() / "state.json").read_text())
+    state = read_state(run.checkpoint())
     assert state["optimizer_step"] == 4
     if dtype == "float16":
         assert state["loss_scale"]["cur_scale"] == 2**4 / 2
+        run = train(launch, 2, packed, run.path, f"{flags} --max_steps 6 --resume {run.path}")
+        assert read_state(run.checkpoint())["loss_scale"] == state["loss_scale"] | {"cur_iter": 6}
 
 
 def test_data_that_is_moved_away_does_not_change_a_run(packed, tmp_path, monkeypatch):
