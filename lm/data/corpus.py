@@ -32,6 +32,16 @@ ABOUT_DATA = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_
 SECTION_BYTES = 16 * 1024  # bytes of the largest document of a .txt or .py, by default
 CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
 BATCH_ROWS = 64  # rows of Parquet in memory at once
+# What gzip, csv and pyarrow raise for damaged files.
+DAMAGE = (
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    NotImplementedError,
+    zlib.error,
+    csv.Error,
+)
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.
 LONGEST_FIELD = 1 << 26  # characters
 DELIMITERS = (",", ";", "\t", "|")  # of a .csv; Excel writes semicolons in much of Europe
@@ -76,8 +86,8 @@ def text_size(files: Iterable[str]) -> int:
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """Return the paths of a corpus, which is a file, a folder or "builtin". The files of a folder
-    that are for testing are left out. Raises UsageError if `source` does not exist
-    or has no file for training with one of the suffixes."""
+    that are for testing are left out. Raises UsageError if `source` does not exist or has no file
+    for training with one of the suffixes."""
     splits = find_splits(source, suffixes)
     if not splits["train"]:
         found = f"{source}: its files are for validation or testing, by their names"
@@ -169,8 +179,10 @@ def read_records(
                         yield Record(path, place, raw, columns[0])
             else:
                 yield from _sections(path, section_bytes)
-        except (OSError, EOFError, zlib.error, csv.Error) as error:
-            raise UsageError(f"{path}: cannot be read: {error}") from error
+        except UsageError:
+            raise
+        except DAMAGE as error:
+            raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _sections(path: str, most: int) -> Iterator[Record]:
@@ -240,22 +252,17 @@ def _delimiter(path: str, header: str, column: str) -> str:
 def _parquet_records(path: str, keys: tuple[str, ...]) -> Iterator[Record]:
     """Yield each row of a .parquet file as JSON: of the only column in `keys`, or else of all
     columns. Raises UsageError if the file has no column in `keys` or is damaged."""
-    arrow = _pyarrow(path)
-    try:
-        # A row group may be the whole file. These two settings read it in pieces.
-        with arrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
-            columns = _known_columns(path, keys, file.schema_arrow.names)
-            columns = columns if len(keys) == 1 else None
-            batches = file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
-            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, row in enumerate(rows, 1):
-                line = json.dumps(row, ensure_ascii=False, default=_as_text)
-                raw = line.encode(errors="surrogateescape")
-                yield Record(path, f"{path}, row {number}", raw, keys[0])
-    except UsageError:
-        raise
-    except (OSError, ValueError, LookupError, arrow.ArrowException) as error:
-        raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    # A row group may be the whole file. These two settings read it in pieces.
+    settings = {"buffer_size": CHUNK_BYTES, "pre_buffer": False}
+    with _pyarrow(path).parquet.ParquetFile(path, **settings) as file:
+        columns = _known_columns(path, keys, file.schema_arrow.names)
+        columns = columns if len(keys) == 1 else None
+        batches = file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows, 1):
+            line = json.dumps(row, ensure_ascii=False, default=_as_text)
+            raw = line.encode(errors="surrogateescape")
+            yield Record(path, f"{path}, row {number}", raw, keys[0])
 
 
 def _as_text(value: object) -> str:

@@ -73,7 +73,8 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path) -> dict:
-    """Read dataset.json. Raises UsageError if it is damaged or missing."""
+    """Read dataset.json. Raises UsageError if it is missing, damaged or of an unknown format, or if
+    a file has another size than it says."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
@@ -85,24 +86,18 @@ def read_description(folder: str | Path) -> dict:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         description.setdefault("kind", TEXT)
-        _check(folder, description)
+        dtype = token_dtype(description["vocab_size"])
+        known = description["format"] == FORMAT and description["kind"] in KINDS
+        if not known or description["dtype"] != dtype.str:
+            raise ValueError("a format that this version does not know")
+        for part in (description["splits"][split] for split in SPLITS):
+            sizes = {shard["file"]: shard["tokens"] * dtype.itemsize for shard in part["shards"]}
+            if answers := part.get("answers"):
+                sizes[answers["file"]] = answers["count"] * 3 * ANSWER_DTYPE.itemsize
+            for name, size in sizes.items():
+                if (found := (folder / name).stat().st_size) != size:
+                    raise ValueError(f"{name} has {found} bytes, not {size}")
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         problem = f"damaged or another version ({type(error).__name__}: {error})"
         raise UsageError(f"{path}: {problem}: prepare the data again") from error
     return description
-
-
-def _check(folder: Path, description: dict) -> None:
-    """Raise an error if the format is unknown, or if a file's size differs from the description."""
-    dtype = token_dtype(description["vocab_size"])
-    known = description["format"] == FORMAT and description["kind"] in KINDS
-    if not known or description["dtype"] != dtype.str:
-        raise ValueError("a format that this version does not know")
-    for split in SPLITS:
-        part = description["splits"][split]
-        sizes = {shard["file"]: shard["tokens"] * dtype.itemsize for shard in part["shards"]}
-        if "answers" in part:
-            sizes[part["answers"]["file"]] = part["answers"]["count"] * 3 * ANSWER_DTYPE.itemsize
-        for name, size in sizes.items():
-            if (found := (folder / name).stat().st_size) != size:
-                raise ValueError(f"{name} has {found} bytes, not {size}")

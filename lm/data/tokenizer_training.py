@@ -3,7 +3,6 @@
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -30,21 +29,19 @@ NORMALIZER = {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
+    texts: list[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
 ) -> None:
     """Train a BPE tokenizer on texts and write it to `path`. Besides RESERVED_PIECES and the
     space, at most half of the pieces are single characters. Rarer characters are spelled in bytes.
     With may_shrink, short texts get fewer pieces. Raises UsageError if vocab_size cannot be met."""
-    texts = list(texts)
     if not any(texts):
         raise UsageError("there is no text in these files")
-    if vocab_size < LEAST_VOCABULARY:
-        raise UsageError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
     size = vocab_size
-    while isinstance(model := _train(texts, size), int):
+    while size >= LEAST_VOCABULARY and isinstance(model := _train(texts, size), int):
         size = model  # repeat: now fewer characters become pieces, so the limit may fall again
-        if size < LEAST_VOCABULARY:
-            raise UsageError("too little text to train a tokenizer on")
+    if size < LEAST_VOCABULARY:
+        wrong = f"vocab_size {vocab_size} is too small, or there is too little text"
+        raise UsageError(f"{wrong}: pass --vocab_size 300 or more, or more text")
     if size < vocab_size and not may_shrink:
         raise UsageError(f"too little text for {vocab_size} pieces: pass --vocab_size {size}")
     Path(path).write_bytes(model)
