@@ -7,7 +7,7 @@ import torch
 
 from lm.common.errors import UsageError
 from lm.data.dataset import PackedDataset, WithNoise
-from lm.data.shards import ShardWriter, token_dtype
+from lm.data.shards import ShardWriter, write_description
 
 
 def make_folder(folder, train: list, vocab_size: int, val=(), shard_tokens=10**6, **more):
@@ -16,13 +16,12 @@ def make_folder(folder, train: list, vocab_size: int, val=(), shard_tokens=10**6
     folder.mkdir(exist_ok=True)
     splits = {}
     for split, documents in (("train", train), ("val", val)):
-        writer = ShardWriter(folder, split, token_dtype(vocab_size), shard_tokens)
+        writer = ShardWriter(folder, split, vocab_size, shard_tokens)
         for document in documents:
             tokens, *answers = document if isinstance(document, tuple) else (document,)
             writer.write(tokens, 3 * len(tokens), *answers)
         splits[split] = writer.close()
-    description = {"format": 1, "dtype": token_dtype(vocab_size).str, "vocab_size": vocab_size}
-    (folder / "dataset.json").write_text(json.dumps(description | {"splits": splits} | more))
+    write_description(folder, {"vocab_size": vocab_size, "splits": splits} | more)
     return folder
 
 

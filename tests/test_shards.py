@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from lm.common.errors import UsageError
-from lm.data.shards import ShardWriter, read_description, token_dtype
+from lm.data.shards import ShardWriter, read_description
 
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(65_535, 2), (65_536, 4)])
 def test_a_shard_is_little_endian_integers_up_to_the_document_that_reaches_the_limit(
     tmp_path, vocab_size, size
 ):
-    writer = ShardWriter(tmp_path, "val", token_dtype(vocab_size), 5)
+    writer = ShardWriter(tmp_path, "val", vocab_size, 5)
     for first, length in ((1000, 3), (1, 3), (2, 5), (0, 1), (0, 1)):
         writer.write(np.arange(first, first + length), 10 * length)
     part = writer.close()

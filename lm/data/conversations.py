@@ -232,7 +232,7 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
             tree = ast.parse(Path(path).read_bytes())
         except (SyntaxError, ValueError):  # some files are invalid on purpose
             continue
-        for line, what, signature, summary in _documented(tree, module, "function"):
+        for what, signature, summary in _documented(tree, module, "function"):
             if signature in seen or summary in seen:
                 continue
             seen |= {signature, summary}
@@ -241,11 +241,11 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
             else:
                 question, answer = f"Which {what} does this: {summary}", f"`{signature}`"
             value = {"prompt": question, "response": answer}
-            yield Record(path, f"{path}, line {line}", json.dumps(value).encode())
+            yield Record(path, path, json.dumps(value).encode())
 
 
-def _documented(node: ast.AST, name: str, what: str) -> Iterator[tuple[int, str, str, str]]:
-    """Yield (line, what, signature, summary) of public definitions with a short summary. `what` is
+def _documented(node: ast.AST, name: str, what: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (what, signature, summary) of public definitions with a short summary. `what` is
     "function", "method" or "class"; a signature is like "shutil.which(cmd, path=None)"."""
     for item in node.body:
         is_class = isinstance(item, ast.ClassDef)
@@ -258,6 +258,6 @@ def _documented(node: ast.AST, name: str, what: str) -> Iterator[tuple[int, str,
         summary = " ".join((ast.get_docstring(item) or "").split("\n\n")[0].split())
         is_summary = len(summary) in SUMMARY_LENGTHS and not summary.startswith(f"{item.name}(")
         if is_summary and len(signature) <= LONGEST_SIGNATURE:
-            yield item.lineno, "class" if is_class else what, signature, summary
+            yield "class" if is_class else what, signature, summary
         if is_class:
             yield from _documented(item, f"{name}.{item.name}", "method")

@@ -56,8 +56,8 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
-# A word alone, at the start or at the end: "train", "train_en", "ptb.train".
-SPLIT_NAME = re.compile(rf"(?:(.+)[-_. ])?({'|'.join(SPLIT_OF)})|({'|'.join(SPLIT_OF)})[-_. ](.+)")
+# A word alone or between separators: "train", "train_en", "ptb.train", "my-train-set".
+SPLIT_NAME = re.compile(rf"(?:(.+)[-_. ])?({'|'.join(SPLIT_OF)})(?:[-_. ](.+))?")
 SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?(-[0-9a-f]{16})?$")  # train-00000-of-00002
 
 
@@ -80,8 +80,9 @@ def suffix_of(path: str) -> str:
 def text_size(files: Iterable[str]) -> int:
     """Estimate the bytes of text in files. A .gz, .zst or .parquet counts four times its size."""
     packed = (".gz", ".zst", ".parquet")
-    factors = {path: 4 if suffix_of(path).endswith(packed) else 1 for path in files}
-    return sum(os.path.getsize(path) * factor for path, factor in factors.items())
+    return sum(
+        os.path.getsize(path) * (4 if path.lower().endswith(packed) else 1) for path in files
+    )
 
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
@@ -138,8 +139,8 @@ def _split_of(path: Path) -> tuple[str, str | None]:
     parts = [path.name[: len(path.name) - len(suffix_of(path.name))], *path.parts[-2::-1]]
     for part in parts:
         if found := SPLIT_NAME.fullmatch(SHARD.sub("", part.lower())):
-            before, word, first, after = found.groups(default="")
-            return SPLIT_OF[word or first], f"{before}*{after}"
+            before, word, after = found.groups(default="")
+            return SPLIT_OF[word], f"{before}*{after}"
     return "train", None
 
 

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from lm.common.atomic import new_folder, whole_folder
 from lm.common.errors import UsageError
 from lm.data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
@@ -38,12 +36,11 @@ from lm.data.corpus import (
 from lm.data.encoding import Document, Encoded, documents_in, encode_batch, encoders
 from lm.data.shards import (
     CONVERSATIONS,
-    DESCRIPTION_FILE,
-    FORMAT,
     TEXT,
     ShardWriter,
+    is_prepared,
     read_description,
-    token_dtype,
+    write_description,
 )
 from lm.data.tokenizer import TOKENIZER_FILE, copy_tokenizer, open_tokenizer, tokenizer_hash
 from lm.data.tokenizer_training import train_tokenizer
@@ -127,21 +124,16 @@ class Preparation:
             else:
                 copy_tokenizer(self.tokenizer, folder)
             tokenizer = open_tokenizer(folder)
-            dtype = token_dtype(tokenizer.vocab_size)
             how = (self.kind, tokenizer.path, self.segmentations, self.markers)
             encoded = encode_all(self._records(self.files), partial(encode_batch, *how))
-            description = {
-                "format": FORMAT,
+            facts = {
                 "kind": self.kind,
-                "dtype": dtype.str,
                 "vocab_size": tokenizer.vocab_size,
                 "tokenizer_sha256": tokenizer_hash(tokenizer.path),
-                **self._write_splits(folder, dtype, encoded, progress),
+                **self._write_splits(folder, tokenizer.vocab_size, encoded, progress),
                 "prepared_from": made_from,
             }
-            content = json.dumps(description, indent=2, ensure_ascii=False)
-            (folder / DESCRIPTION_FILE).write_bytes(content.encode(errors="replace"))
-        return description
+            return write_description(folder, facts)
 
     def fingerprint(self) -> dict:
         """Describe files and settings. Equal descriptions lead to equal shards.
@@ -182,8 +174,7 @@ class Preparation:
         if any(out.resolve() in Path(path).resolve().parents for path in self.files):
             raise UsageError(f"--out {out} holds the text itself: choose another folder")
         same_name = reuse and stored.get("source", source["source"]) == source["source"]
-        is_prepared = (out / DESCRIPTION_FILE).exists()
-        new_folder(out, "prepared data", lambda _: is_prepared, overwrite or same_name)  # checks
+        new_folder(out, "prepared data", is_prepared, overwrite or same_name)  # only to check
         return None
 
     def _records(self, files: list[str]) -> Iterator[Record]:
@@ -227,7 +218,7 @@ class Preparation:
     def _write_splits(
         self,
         folder: Path,
-        dtype: np.dtype,
+        vocab_size: int,
         batches: Iterable[Encoded],
         progress: Callable[[int], None],
     ) -> dict:
@@ -237,7 +228,7 @@ class Preparation:
         training. The training split holds the first segmentation of all its documents, then the
         other segmentations."""
         names = ("train", "train-resegmented", "val")
-        train, resegmented, val = (ShardWriter(folder, name, dtype) for name in names)
+        train, resegmented, val = (ShardWriter(folder, name, vocab_size) for name in names)
         good, bad, marked, unread = (Counter() for _ in range(4))
         first_bad, for_val = None, {*self.splits["val"]}
         waiting = []  # documents for validation before the first document for training

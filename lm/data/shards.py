@@ -27,10 +27,10 @@ class ShardWriter:
     """Write the documents of one split into shards, and the positions of answers into one file.
     A shard ends after the document that brings it to shard_tokens tokens or more."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS):
+    def __init__(self, folder: Path, split: str, vocab_size: int, shard_tokens: int = SHARD_TOKENS):
         self.folder = folder
         self.split = split
-        self.dtype = dtype
+        self.dtype = token_dtype(vocab_size)
         self.shard_tokens = shard_tokens
         # The description of this split in dataset.json, without hashes; `close` adds them.
         self.part = {"documents": 0, "bytes": 0, "tokens": 0, "shards": []}
@@ -72,12 +72,25 @@ class ShardWriter:
         sha256.update(array)
 
 
+def write_description(folder: Path, facts: dict) -> dict:
+    """Write dataset.json with `facts`, which have "vocab_size" and "splits"; return its content."""
+    description = {"format": FORMAT, "dtype": token_dtype(facts["vocab_size"]).str} | facts
+    content = json.dumps(description, indent=2, ensure_ascii=False)
+    (folder / DESCRIPTION_FILE).write_bytes(content.encode(errors="replace"))
+    return description
+
+
+def is_prepared(folder: str | Path) -> bool:
+    """Return True for a folder that scripts.prepare_data has written."""
+    return (Path(folder) / DESCRIPTION_FILE).is_file()
+
+
 def read_description(folder: str | Path) -> dict:
     """Read dataset.json. Raises UsageError if it is missing, damaged or of an unknown format, or if
     a file has another size than it says."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
-    if not path.is_file():
+    if not is_prepared(folder):
         flags = f"--data {folder}" if folder.is_file() else f"--data FILE --out {folder}"
         raise UsageError(
             f"{folder}: no prepared data here, {DESCRIPTION_FILE} is missing; prepare it with "

@@ -5,7 +5,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 
 from lm.common.errors import UsageError
 from lm.common.numbers import counted, progress_bar
@@ -16,7 +15,7 @@ from lm.data.conversations import conversation_records
 from lm.data.corpus import TEXT_COLUMN, find_splits, load_json, read_records, suffix_of
 from lm.data.dataset import PackedDataset
 from lm.data.order import spread
-from lm.data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
+from lm.data.shards import CONVERSATIONS, is_prepared, read_description
 from lm.data.tokenizer import tokenizer_hash
 from lm.engine.hardware import device_name
 from lm.evaluation.multiple_choice import answers, question_rows
@@ -47,11 +46,6 @@ TASKS_OF = {  # flag → tasks that accept it
     "delimiter": ("choice",),
     "template": ("choice",),
 }
-
-
-def is_prepared(data: str) -> bool:
-    """Return True for a folder that scripts.prepare_data has written."""
-    return (Path(data) / DESCRIPTION_FILE).exists()
 
 
 def split_to_score(data: str) -> tuple[str | None, list[str]]:
