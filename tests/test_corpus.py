@@ -128,22 +128,6 @@ def test_a_row_of_a_table_is_a_document(tmp_path):
         assert texts(write(tmp_path / "a.parquet", columns), "body") == DOCUMENTS
 
 
-def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path, monkeypatch):
-    write(tmp_path / "b" / "deep" / "er" / "x.jsonl", jsonl("third"))
-    write(tmp_path / "a.TXT", b"first")
-    write(tmp_path / "b" / "a.JSONL.GZ", jsonl("second"))  # suffixes have any case
-    write(tmp_path / "c.CSV", [["text"], ["fourth"]])
-    write(tmp_path / "d.Parquet", {"text": ["fifth"]})
-    write(tmp_path / "b" / "readme.md", b"not text of the corpus")
-    write(tmp_path / "dataset_infos.json", b'{"default": {}}')  # describes the data
-    write(tmp_path / ".ipynb_checkpoints" / "1-checkpoint.txt", b"a second copy")
-    write(tmp_path / "._1.txt", b"written by a Mac")
-    (tmp_path / "folder.txt").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert texts(".") == ["first", "second", "third", "fourth", "fifth"]
-    assert texts("._1.txt") == ["written by a Mac"]  # a file that is named is read
-
-
 HUB = {"train": ["data/train-00000-of-00002-2d5a1467fff1081b.parquet", "data/train-00001.parquet"]}
 SPLIT_FOLDERS = {
     "of the Hub": HUB | {"val": ["data/validation-00000-of-00001.parquet"], "test": ["test.csv"]},
@@ -179,24 +163,34 @@ def test_a_folder_with_files_for_validation_and_testing_alone_is_refused_for_tra
     assert said.startswith(f"{tmp_path}: its files are for validation or testing")
 
 
-def test_links_are_followed_and_each_file_of_a_folder_is_read_once(tmp_path):
+def test_each_file_of_a_folder_is_read_once_in_sorted_order(tmp_path, monkeypatch):
     folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
-    write(folder / "a.txt", b"first")
-    write(folder / ".cache" / "b.txt", b"fourth")
-    write(elsewhere / "deep" / "x.txt", b"second")
-    write(folder / "blobs" / "1f", jsonl("third"))  # as in the cache of the Hugging Face Hub
+    write(folder / "b" / "a.JSONL.GZ", jsonl("second"))  # suffixes have any case
+    write(folder / "a.TXT", b"first")
+    write(elsewhere / "deep" / "x.txt", b"third")
+    write(folder / "blobs" / "1f", jsonl("fifth"))  # as in the cache of the Hugging Face Hub
+    write(folder / "c.CSV", [["text"], ["fourth"]])
+    write(folder / "e.Parquet", {"text": ["sixth"]})
+    write(folder / "b" / "readme.md", b"not text of the corpus")
+    write(folder / "dataset_infos.json", b'{"default": {}}')  # describes the data
+    write(folder / ".ipynb_checkpoints" / "1-checkpoint.txt", b"a second copy")
+    write(folder / "._1.txt", b"hidden, written by a Mac")
+    (folder / "folder.txt").mkdir()
     for name, target in {
-        "again.txt": "a.txt",
-        "b": elsewhere,
+        "again.txt": "a.TXT",
         "broken.txt": "nowhere.txt",
-        "c.jsonl": "blobs/1f",
-        "d.txt": ".cache/b.txt",
+        "bb": elsewhere,
+        "d.jsonl": "blobs/1f",
+        "f.txt": "._1.txt",
         "loop": ".",
         "self.txt": "self.txt",
     }.items():
         (folder / name).symlink_to(target)
     (elsewhere / "deep" / "up").symlink_to(folder)
-    assert texts(folder) == ["first", "second", "third", "fourth"]
+    monkeypatch.chdir(folder)
+    read = ["first", "second", "third", "fourth", "fifth", "sixth", "hidden, written by a Mac"]
+    assert texts(".") == read
+    assert texts("._1.txt") == read[-1:]  # a file that is named is read
     broken = {f"{folder}/broken.txt", f"{folder}/self.txt"}
     assert broken < {*all_files(folder, hidden=True)}
 

@@ -23,16 +23,6 @@ def test_orders_never_change():
     assert far.tolist() == [62335652399, 392173342924]
 
 
-@pytest.mark.parametrize("n", [10_000, 65_536])
-def test_a_stretch_of_a_shuffle_is_spread_evenly_over_the_samples(n):
-    """For random orders, Pearson's chi-squared per degree of freedom is on average at most 1."""
-    for seed in range(5):
-        stretch = shuffled(np.arange(n // 3, n // 3 + 3200), n, seed, 0)
-        counts = np.bincount(stretch * 32 // n, minlength=32)
-        assert ((counts - 100) ** 2 / 100).sum() / 31 < 2.3
-        assert (np.diff(stretch) == 1).sum() < 10  # neighbours are separated
-
-
 def take(n_micro_batches: int, **settings) -> list[list[int]]:
     return list(islice(MicroBatchSampler(**settings), n_micro_batches))
 

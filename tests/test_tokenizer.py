@@ -137,26 +137,8 @@ def test_a_file_that_is_no_model_is_refused_by_name(tmp_path, content):
 
 
 @of_json
-def test_ids_and_texts_are_those_of_auto_tokenizer(tokenizer, texts, tmp_path):
-    from transformers import AutoTokenizer
-
-    folder = shutil.copytree(Path(tokenizer.path).parent, tmp_path / "t")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    # SmolLM2's file names GPT2Tokenizer, which would use another pre-tokenizer.
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs = AutoTokenizer.from_pretrained(folder)
-    all_texts = [*TEXTS, *texts]
-    expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in all_texts]
-    assert tokenizer.encode_batch(all_texts) == expected
-    decoded = [theirs.decode(ids, skip_special_tokens=True) for ids in expected]
-    assert [tokenizer.decode(ids) for ids in expected] == decoded
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
-    assert tokenizer.vocab_size == len(theirs) == VOCAB
-
-
-@of_json
 def test_a_copied_tokenizer_has_the_same_hash_in_any_folder(tokenizer, packed, tmp_path):
+    assert tokenizer.vocab_size == VOCAB
     folder = Path(tokenizer.path).parent
     copy_tokenizer(folder, tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()

@@ -80,9 +80,8 @@ def suffix_of(path: str) -> str:
 def text_size(files: Iterable[str]) -> int:
     """Estimate the bytes of text in files. A .gz, .zst or .parquet counts four times its size."""
     packed = (".gz", ".zst", ".parquet")
-    return sum(
-        os.path.getsize(path) * (4 if path.lower().endswith(packed) else 1) for path in files
-    )
+    factors = {path: 4 if path.lower().endswith(packed) else 1 for path in files}
+    return sum(os.path.getsize(path) * factor for path, factor in factors.items())
 
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
