@@ -209,10 +209,16 @@ def test_an_export_saved_by_transformers_is_imported_with_tokenizer_and_template
     assert all(torch.equal(stored[name], ours[name].to(kind).float()) for name in stored)
 
 
-def test_a_tokenizer_that_another_program_changed_is_refused_and_the_flag_replaces_it(
+def test_another_chat_template_is_left_out_and_a_changed_tokenizer_refused_unless_one_is_passed(
     packed, tmp_path, refusal, capsys
 ):
     again = save_again(packed, tmp_path)
+    template = again / TEMPLATE_FILE
+    template.write_text(PLAIN_JINJA.replace("'\\n'", "' '"))
+    import_weights.main([str(again), str(tmp_path / "other")])
+    assert "tokenizer.json, without its chat template" in capsys.readouterr().out
+    assert not load_trained(str(tmp_path / "other")).chats
+    template.write_text(PLAIN_JINJA)
     tokenizer = AutoTokenizer.from_pretrained(again)
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     tokenizer.save_pretrained(again)
@@ -231,18 +237,6 @@ def test_a_tokenizer_that_another_program_changed_is_refused_and_the_flag_replac
         flags = ["--tokenizer", str(tmp_path / name), "--overwrite"]
         import_weights.main([str(again), str(tmp_path / "mine"), *flags])
         assert load_trained(str(tmp_path / "mine")).chats
-
-
-def test_another_chat_template_is_left_out_and_none_is_added(packed, tmp_path, capsys):
-    again = save_again(packed, tmp_path)
-    template = again / TEMPLATE_FILE
-    template.write_text(PLAIN_JINJA.replace("'\\n'", "' '"))
-    import_weights.main([str(again), str(tmp_path / "other")])
-    assert "tokenizer.json, without its chat template" in capsys.readouterr().out
-    assert not load_trained(str(tmp_path / "other")).chats
-    template.unlink()
-    import_weights.main([str(again), str(tmp_path / "none")])
-    assert not load_trained(str(tmp_path / "none")).chats
 
 
 def test_a_tokenizer_that_cannot_be_converted_is_refused_or_left_out(weights, tmp_path, refusal):

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lm.formats.portable import save_tensors, write_json
-from lm.formats.weight_layout import their_name, to_hugging_face
+from lm.formats.weight_layout import OUR_ORDER, reordered, their_name
 from model.config import LMConfig
 from model.lora import LoRA
 
@@ -24,9 +24,9 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
     tensors, adapted, whole = {}, {}, {}  # the last two are ordered sets of module names
     for name, tensor in weights.items():
         layer, _, part = name.rpartition(".")
-        theirs = their_name(f"{layer}.weight").removesuffix(".weight")
+        theirs = their_name(layer).removesuffix(".weight")
         if part != "lora_a":
-            (tensor,) = to_hugging_face(config, {f"{layer}.weight": tensor}).values()
+            tensor = reordered(config, name, tensor, OUR_ORDER)
         (whole if part == "weight" else adapted)[theirs] = None
         tensors[f"{PREFIX}{theirs}.{FACTORS.get(part, part)}"] = tensor
     if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT copies it for lm_head
