@@ -147,13 +147,6 @@ def of_three(run, monkeypatch):
         assert run.path.exists() == (rank == 0)  # only rank 0 writes
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_every_process_gets_its_own_random_state_and_loss_meter_back(run, of_three, rank):
-    _, meter = load(run, 1, engine_of(3, rank))
-    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(rank).get_state())
-    assert sums_of(meter) == {"loss": 1.0 + rank, "weight": 2.0 + rank, "skipped_steps": 0}
-
-
 @pytest.mark.parametrize("processes", [1, 6])
 def test_more_or_fewer_processes_keep_the_meter_but_not_dropout(run, of_three, capsys, processes):
     torch.manual_seed(11)

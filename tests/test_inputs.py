@@ -151,7 +151,7 @@ def test_an_epoch_is_one_pass_over_a_text_in_several_segmentations(corpus, packe
 @pytest.fixture
 def chat(tmp_path, packed) -> SFTArguments:
     """Fine-tuning of new weights. All conversations of the validation split are too long."""
-    folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(30, 3)])])
+    folder = make_set(tmp_path / "c", [conversation(2, 5)], val=[conversation(30, 33)])
     shutil.copy(packed / TOKENIZER_FILE, folder)
     description = json.loads((folder / "dataset.json").read_text())
     (folder / "dataset.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))

@@ -21,19 +21,6 @@ NAN, INF = float("nan"), float("inf")
 VALIDATION = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 0.9, "samples": 3}
 
 
-def meter_of(*parts: str, others: tuple = ()) -> LossMeter:
-    """Make the meter of this process.
-
-    Args:
-        others: the sum of weighted losses and the sum of weights, over all other processes.
-    """
-    theirs = torch.tensor(others) if others else 0
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"), num_processes=1, reduce=lambda mine: mine + theirs
-    )
-    return LossMeter(accelerator, parts)
-
-
 def take_step(meter: LossMeter, *losses: float, weight: float = 1.0, norm=0.5) -> None:
     """Take a step with a micro-batch for each loss."""
     for loss in losses:
@@ -41,12 +28,17 @@ def take_step(meter: LossMeter, *losses: float, weight: float = 1.0, norm=0.5) -
     meter.end_step(norm)
 
 
-def test_means_are_over_every_target_of_all_processes_since_the_last_report():
-    meter = meter_of(others=(3.5, 0.5))
+def test_means_are_over_every_target_of_all_processes_since_the_last_report(
+    accelerator, monkeypatch
+):
+    others = torch.tensor((3.5, 0.5))  # the sums of weighted losses and of weights
+    meter = LossMeter(accelerator)
+    monkeypatch.setattr(accelerator, "reduce", others.add)
     take_step(meter, 1.0, weight=0.5)
     take_step(meter, 3.0)
     assert meter.take()["loss"] == pytest.approx((0.5 + 3 + 3.5) / (0.5 + 1 + 0.5))
-    meter = meter_of("hard_loss", "agreement")
+    monkeypatch.undo()
+    meter = LossMeter(accelerator, ("hard_loss", "agreement"))
     for weight, loss in ((1.0, 2.0), (0.5, 8.0)):
         parts = {"agreement": torch.tensor(loss / 16), "hard_loss": torch.tensor(loss / 2)}
         meter.add(weight, loss=torch.tensor(loss), **parts)
@@ -58,8 +50,8 @@ def test_means_are_over_every_target_of_all_processes_since_the_last_report():
 
 
 @pytest.mark.parametrize("bad", [NAN, torch.tensor(INF)])
-def test_a_step_without_a_finite_gradient_is_skipped_and_counted(bad):
-    meter, counts = meter_of(), []
+def test_a_step_without_a_finite_gradient_is_skipped_and_counted(accelerator, bad):
+    meter, counts = LossMeter(accelerator), []
     for loss, norm in [(5.0, 1.0), (NAN, bad), (7.0, bad), (2.0, torch.tensor(1.0))]:
         take_step(meter, loss, norm=norm)
         counts.append((int(meter.skipped_steps), int(meter.bad_in_row)))
@@ -68,15 +60,14 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(bad):
     assert meter.take()["loss"] == 3.5
 
 
-def test_a_resumed_meter_gives_the_same_means_without_the_unfinished_step():
-    meter = meter_of("soft_loss")
+def test_a_resumed_meter_gives_the_same_means_without_the_unfinished_step(accelerator):
+    meter, resumed = (LossMeter(accelerator, ("soft_loss",)) for _ in range(2))
     for weight in (0.1, 0.7):
         meter.add(weight, loss=torch.tensor(2.7), soft_loss=torch.tensor(0.9))
         meter.end_step(0.5)
     meter.add(1.0, loss=torch.tensor(9.0), soft_loss=torch.tensor(9.0))
     state = meter.state()
     assert state.keys() == {"log.loss", "log.soft_loss", "log.weight", "log.skipped_steps"}
-    resumed = meter_of("soft_loss")
     resumed.load_state([state], rank=0)
     assert resumed.state() == state
     meter.end_step(INF)
@@ -210,26 +201,6 @@ def test_a_full_disk_loses_no_row(start, feed, tmp_path, capsys):
     log._file = whole
     feed(log, 2)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-
-
-def test_a_tracker_that_fails_hides_no_row_from_others(start, feed):
-    """test_surroundings.py trains with a tracker that fails."""
-    log, written = start(), []
-
-    def refuse(*args, **options):
-        raise OSError(28, "No space left on device")
-
-    log.accelerator.trackers = [
-        SimpleNamespace(name="tensorboard", log=refuse, finish=refuse),
-        SimpleNamespace(
-            name="wandb",
-            log=lambda values, step: written.append(step),
-            finish=lambda: written.append("finished"),
-        ),
-    ]
-    feed(log, 1)
-    log.close()
-    assert written == [1, "finished"]
 
 
 def test_a_resumed_run_drops_the_rows_that_it_writes_again(start, feed, tmp_path):

@@ -14,7 +14,7 @@ from conftest import error_of
 from lm.common.errors import UsageError
 from lm.data.shards import TEXT
 from lm.engine.engine import Engine
-from lm.storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
+from lm.storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
 from lm.storage.folder import RunFolder, lock, read_settings, release_locks
 from lm.training.arguments import (
     DistillationArguments,
@@ -59,27 +59,19 @@ def refused(out_dir: Path, **flags) -> str:
     return error_of(find, out_dir, **flags)
 
 
-def make_run(path: Path, *steps: int, **state) -> Path:
-    """Make a run with empty metrics and checkpoints of these steps. `state` are more entries of
-    state.json, such as the identity of the run."""
+def make_run(path: Path, *steps: int) -> Path:
+    """Make a run with empty metrics and checkpoints of these steps."""
     path.mkdir(parents=True)
-    (path / "metrics.jsonl").write_text("", encoding="utf-8")
+    (path / "metrics.jsonl").touch()
     for step in steps:
-        write_empty(RunFolder(path), step, **state)
+        write_empty(RunFolder(path), step)
     return path
 
 
 def write_empty(run: RunFolder, step: int, **state) -> None:
     """Write a checkpoint without tensors."""
-    nothing = {WEIGHTS: {}, OPTIMIZER: {}, RANDOM: {}}
-    values = {
-        "step": step,
-        "optimizer_step": step,
-        "processes": 1,
-        "model": {},
-        "identity": {},
-    } | state
-    write_checkpoint(run, nothing, values)
+    values = {"step": step, "processes": 1, "model": {}, "identity": {}} | state
+    write_checkpoint(run, {WEIGHTS: {}, OPTIMIZER: {}, RANDOM: {}}, values)
 
 
 def damage_file(run: Path, step: int) -> None:
@@ -175,14 +167,13 @@ MINE, OTHERS = (
 )
 
 
-def saved_by(path: Path, args: TrainingArguments, processes: int = 1, **changes) -> StartingPoint:
-    """Make a checkpoint of a run with the model CONFIG, the data MINE and `processes` processes.
-    `changes` are other values for fields of the model's shape; None removes a field."""
+def saved_by(args: TrainingArguments, processes: int = 1, **changes) -> StartingPoint:
+    """Return the checkpoint of a run with the model CONFIG, the data MINE and `processes`
+    processes. `changes` are fields of the model's shape; None removes a field."""
     shape = {k: v for k, v in (CONFIG.to_dict() | changes).items() if v is not None}
-    identity = run_identity(MINE, args, processes)
-    state = {"identity": identity, "model": shape, "processes": processes}
-    run = RunFolder(make_run(path / "saved", 10, **state))
-    return StartingPoint(run, run.checkpoint(10), read_state(run.checkpoint(10)))
+    state = {"identity": run_identity(MINE, args, processes), "model": shape}
+    run = RunFolder(Path("out/runs/saved"))
+    return StartingPoint(run, run.checkpoint(10), state | {"processes": processes})
 
 
 def resumed(
@@ -200,8 +191,8 @@ def not_the_same(start: StartingPoint, *now, **how) -> list[str]:
     return line.removeprefix(f"cannot resume {start.checkpoint}: ").split("; ")
 
 
-def test_every_difference_is_listed_and_the_file_with_the_runs_flags_is_named(tmp_path):
-    start = saved_by(tmp_path, TrainingArguments(batch_size=16))
+def test_every_difference_is_listed_and_the_file_with_the_runs_flags_is_named():
+    start = saved_by(TrainingArguments(batch_size=16))
     start.state["identity"]["teacher"] = "mine"
     args = TrainingArguments(batch_size=8, seed=7, optimizer="muon", resume="auto")
     config = dataclasses.replace(CONFIG, dim=64, n_layers=4)
@@ -218,10 +209,10 @@ def test_every_difference_is_listed_and_the_file_with_the_runs_flags_is_named(tm
     ]
 
 
-def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path):
+def test_a_run_resumes_with_another_learning_rate_dropout_or_attention():
     """A field that the checkpoint does not have gets its default."""
     args = TrainingArguments(batch_size=4, accumulation_steps=2, learning_rate=1e-3)
-    start = saved_by(tmp_path, args, rope_theta=None, tie_embeddings=None)
+    start = saved_by(args, rope_theta=None, tie_embeddings=None)
     now = dataclasses.replace(args, learning_rate=2e-3, resume="auto")
     config = dataclasses.replace(CONFIG, dropout=0.1, use_flash_attn=False)
     assert resumed(start, now, config) == now
@@ -320,8 +311,8 @@ def test_a_resumed_run_keeps_its_threads_unless_the_machine_or_the_user_says_oth
     assert decided("", saved, processes_per_machine=2)["threads"] is None
 
 
-def test_another_number_of_processes_keeps_the_global_batch(tmp_path):
-    start = saved_by(tmp_path, TrainingArguments(batch_size=4), processes=6)
+def test_another_number_of_processes_keeps_the_global_batch():
+    start = saved_by(TrainingArguments(batch_size=4), processes=6)
     args = TrainingArguments(batch_size=4, accumulation_steps=1)
     expected = dataclasses.replace(args, accumulation_steps=3)
     assert resumed(start, args, processes=2) == expected

@@ -114,14 +114,6 @@ def test_every_target_of_a_step_weighs_the_same(run_of, tmp_path, counts):
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
 
 
-def test_muon_has_its_own_peak_learning_rate_and_the_schedule_of_adamw(run_of):
-    run = run_of(optimizer="muon", muon_learning_rate=0.03, learning_rate=3e-4, warmup_steps=2)
-    for step, share in ((1, 0.5), (2, 1.0)):
-        run.begin(step)
-        rates = [group["lr"] for group in run.optimizer.param_groups]
-        assert rates == pytest.approx([share * 0.03, share * 3e-4, share * 3e-4])
-
-
 def test_a_step_without_any_target_has_a_gradient_of_zero(run_of):
     run = run_of([0] * len(ALL))
     take(run, 1)

@@ -67,9 +67,7 @@ def test_weights_are_hashed_anew_only_if_their_files_changed(packed, tmp_path, m
 
 def test_a_teacher_that_does_not_fit_a_student_is_refused(weights, data, engine, packed, tmp_path):
     def refused(folder: Path, data: PackedDataset, **flags) -> str:
-        with pytest.raises(UsageError) as error:
-            find(folder, **flags).require_fit(data, engine)
-        return str(error.value)
+        return error_of(find(folder, **flags).require_fit, data, engine)
 
     find(weights).require_fit(data, engine)
     # Many models round their vocabulary size up, so it is larger than the tokenizer's.
