@@ -58,15 +58,13 @@ def untrained(size: str) -> Transformer:
 
 
 def llama_of(model: Transformer, dtype: str):
-    """Return the same model as a LlamaForCausalLM of transformers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Return the same model as transformers' Llama, or with qk_norm its Qwen3."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(**config_json_of(model.config, dtype, bos_id=1, eos_id=2))
-    llama = LlamaForCausalLM(config).eval()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    lacking = llama.load_state_dict(
-        to_hugging_face(model.config, weights), strict=False
-    ).missing_keys
+    config = AutoConfig.for_model(**config_json_of(model.config, dtype, bos_id=1, eos_id=2))
+    llama = AutoModelForCausalLM.from_config(config).eval()
+    weights = to_hugging_face(model.config, {name: p.data for name, p in model.named_parameters()})
+    lacking = llama.load_state_dict(weights, strict=False).missing_keys
     assert set(lacking) <= {"lm_head.weight"}  # tied to the embedding
     llama.tie_weights()
     return llama.to(next(model.parameters()).device, DTYPES[dtype])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from benchmarks.work import Work
 from lm.engine.deepspeed_config import ADAM_EPS
 from lm.engine.hardware import keep_freed_memory, set_threads
+from lm.formats.config_json import config_json_of
 from lm.training.arguments import TrainingArguments
 from lm.training.optimizer import parameter_groups
 
@@ -20,27 +21,12 @@ OURS = TrainingArguments()  # the defaults of a run that starts from existing we
 
 
 def build_transformers(work: Work) -> nn.Module:
-    """Return a `transformers.LlamaForCausalLM` with random weights."""
+    """Return a `transformers.LlamaForCausalLM` with random weights, and no key/value cache, as in
+    transformers' Trainer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = work.config
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            intermediate_size=config.hidden_dim,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            max_position_embeddings=config.max_seq_len,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=True,
-            use_cache=False,  # no key/value cache, as in transformers' Trainer
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    settings = config_json_of(work.config, "float32", bos_id=1, eos_id=2)
+    return LlamaForCausalLM(LlamaConfig(**settings, use_cache=False))
 
 
 def transformers_loss(model: nn.Module, tokens: Tensor, targets: Tensor, precision) -> Tensor:

@@ -50,11 +50,9 @@ class Cache:
         self.replay: Callable[[Tensor], Tensor] | None = None  # runs the CUDA graph
 
     def advance(self) -> None:
-        """Make room for a token per sequence, before each later pass. Raises ValueError if the
-        context is full. A CUDA graph holds the pass, but not this part of a step."""
+        """Make room for a token per sequence, before each later pass; none may fill the context.
+        A CUDA graph holds the pass, but not this part of a step."""
         if self.longest == self.allocated:
-            if self.allocated == self.context:
-                raise ValueError(f"a sequence fills the context of {self.context} tokens")
             self._allocate(min(2 * self.allocated, self.context))
             self._set_lengths(self.lengths)  # drop the CUDA graph: it uses the old addresses
         self.reads_prompts = False

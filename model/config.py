@@ -138,9 +138,7 @@ class LMConfig:
 
     def shape(self) -> dict:
         """Return the fields that trained weights depend on: all except HOW_IT_COMPUTES."""
-        return {
-            name: value for name, value in self.to_dict().items() if name not in HOW_IT_COMPUTES
-        }
+        return {k: v for k, v in self.to_dict().items() if k not in HOW_IT_COMPUTES}
 
     @classmethod
     def from_dict(cls, values: dict) -> "LMConfig":

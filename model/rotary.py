@@ -46,16 +46,10 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None = Non
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions.
+    """Rotate queries and keys by their positions in fp32. Return them with their own dtypes.
 
-    Args:
-        xq: (batch, seq_len, n_heads, head_dim), any floating dtype.
-        xk: (batch, seq_len, n_kv_heads, head_dim).
-        pos_cis: rotations of the positions, complex (seq_len, head_dim/2), or (batch, seq_len,
-            head_dim/2) if the sequences are at different positions.
-
-    Returns:
-        The rotated xq and xk with unchanged shapes and dtypes, computed in fp32.
+    xq is (B, T, n_heads, head_dim), xk is (B, T, n_kv_heads, head_dim). pos_cis is complex
+    (T, head_dim/2), or (B, T, head_dim/2) if the sequences are at different positions.
 
     Raises ValueError if pos_cis is not complex, or its last dimensions do not fit xq."""
     if not pos_cis.is_complex():

@@ -24,7 +24,7 @@ from model.rotary import precompute_pos_cis
 
 class TransformerOutput(NamedTuple):
     logits: Tensor | None  # (B, T, vocab_size), with a cache (B, vocab_size); None with targets
-    loss: Tensor | None  # fp32; None if no targets were given
+    loss: Tensor | None  # in nats, fp32; None if no targets were given
     # (B, T), True where the target was the likeliest token; None with the reduction "mean"
     hits: Tensor | None = None
     # fp32 (n_layers, B, T, E), probabilities of the routed experts; None without experts
@@ -129,8 +129,6 @@ class Transformer(nn.Module):
             cache: for generation; it holds the keys and values of the past and stores new ones.
                 Only the last token of each sequence then has logits, (B, vocab_size).
             starts: (B, T) int64, the first position that each position sees (default: 0).
-
-        Returns a TransformerOutput with logits, (B, T, vocab_size), or the loss in nats, fp32.
 
         Raises ValueError if the sequence is longer than max_seq_len."""
         x = self.tok_embeddings(tokens)  # (B, T, dim)

@@ -162,14 +162,6 @@ def test_a_16_bit_decoder_returns_fp32_logits_close_to_the_logits_of_fp32(dtype)
     assert 0 < (logits - expected).abs().max() < 0.1 * expected.abs().max()
 
 
-def test_a_step_beyond_the_context_is_an_error():
-    decoder, token = Decoder(transformer()), torch.tensor([[1], [1]])
-    cache, _ = decoder.read(ids(149, 2))
-    decoder.step(token, cache)
-    with pytest.raises(ValueError, match="fills the context of 150 tokens"):
-        decoder.step(token, cache)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(7, 5), (600, 500)])  # fp32: below and above 2^18 weights
 def test_packed_weights_give_the_products_of_the_original_weights(dtype, size):

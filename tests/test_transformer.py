@@ -4,9 +4,8 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lm.formats.config_json import config_json_of
+from benchmarks.generation import llama_of
 from lm.formats.weight_layout import to_hugging_face
 from model import LMConfig, Transformer, precompute_pos_cis
 
@@ -32,24 +31,13 @@ def some_tokens(seq_len=13, batch=3, seed=1) -> torch.Tensor:
     return torch.randint(50, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
 
 
-def as_llama(model: Transformer) -> PreTrainedModel:
-    """Return transformers' Llama or Qwen3 with the same weights."""
-    config = AutoConfig.for_model(**config_json_of(model.config, "float32", 1, 2))
-    llama = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    weights = to_hugging_face(model.config, {name: p.data for name, p in model.named_parameters()})
-    lacking = llama.load_state_dict(weights, strict=False).missing_keys
-    assert set(lacking) <= {"lm_head.weight"}  # tied: same as the embedding
-    llama.tie_weights()
-    return llama.eval()
-
-
 @KERNELS
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("shape", [*({"n_kv_heads": n} for n in (1, 2, 4)), NORMED], ids=str)
 def test_logits_and_gradients_equal_those_of_transformers(use_flash_attn, tie_embeddings, shape):
     model = transformer(**shape, tie_embeddings=tie_embeddings, use_flash_attn=use_flash_attn)
     tokens, targets = some_tokens(40), some_tokens(40, seed=2)
-    llama, logits = as_llama(model), model(tokens).logits
+    llama, logits = llama_of(model, "float32"), model(tokens).logits
     assert logits.std() > 0.1
     expected = llama(tokens).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)

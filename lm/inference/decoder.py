@@ -154,8 +154,8 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Append `tokens`, int64 (B, 1), to the cache. Return the fp32 logits of the next token,
-        (B, vocab_size), valid until the next step. Raises ValueError if the context is full."""
+        """Append `tokens`, int64 (B, 1), to the cache, in which no sequence may fill the context.
+        Return the fp32 logits of the next token, (B, vocab_size), valid until the next step."""
         cache.advance()
         # The first pass with a cache of this shape is not recorded: it loads what the kernels need.
         if self.recorded and cache.steps > 1 and not cache.replay:

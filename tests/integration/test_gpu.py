@@ -100,17 +100,6 @@ def test_masked_attention_gives_outputs_and_gradients_of_fp32(dtype):
         assert (mine.float() - theirs).norm() < 0.02 * theirs.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_decoding_runs_no_cudnn_kernel(dtype):
-    shape = {"dim": 128, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 50}
-    decoder = Decoder(Transformer(LMConfig(**shape)).cuda(), dtype)
-    with torch.profiler.profile() as profile:
-        cache, _ = decoder.read([[1, 2, 3], [4]])
-        for _ in range(3):
-            decoder.step(torch.tensor([[5], [6]], device="cuda"), cache)
-    assert [event.key for event in profile.key_averages() if "cudnn" in event.key.lower()] == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_steps_recorded_in_cuda_graphs_give_the_tokens_of_separate_launches(dtype, monkeypatch):
     model = opinionated(50, 300).cuda()
