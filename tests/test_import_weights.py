@@ -175,7 +175,7 @@ def test_only_the_shards_of_the_index_are_read_and_a_whole_file_comes_first(
     assert_same_model(tmp_path / "whole", llama)
     (folder / name).unlink()
     line = refusal(import_weights, folder, tmp_path / "out")
-    assert "no model.safetensors, and no model.safetensors.index.json that names shards" in line
+    assert "no model.safetensors and no model.safetensors.index.json: download" in line
     shards = {key: f"{stem}-{part}.{end}" for part in new for key in new[part]}
     (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": shards}))
     import_weights.main([str(folder), str(tmp_path / "named")])

@@ -49,7 +49,7 @@ def weight_files(folder: Path) -> list[Path]:
         if (index := folder / f"{name}.index.json").exists():
             named = read_json(index).get("weight_map", {})  # weight → shard
             return [folder / shard for shard in sorted(set(named.values()))]
-    missing = f"no {WEIGHTS_FILE}, and no {WEIGHTS_FILE}.index.json that names shards"
+    missing = f"no {WEIGHTS_FILE} and no {WEIGHTS_FILE}.index.json"
     raise WeightsError(f"{folder}: {missing}: download the whole folder")
 
 
@@ -91,13 +91,19 @@ def write_model(folder: Path, model: Transformer, tokenizer: Tokenizer, dtype: s
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
     """Write tokenizer.json and its settings for transformers. `chat` adds the chat template.
     Raises UsageError if no tokenizer.json can give equal ids."""
-    file = folder / TOKENIZER_JSON
+    file, own = folder / TOKENIZER_JSON, tokenizer.chat_template
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged
+        "model_max_length": max_seq_len,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",  # generation goes on at the right
+        "chat_template": own and own.source,
+    }
     if isinstance(tokenizer, JsonTokenizer):
         shutil.copyfile(tokenizer.path, file)
         converted = tokenizers.Tokenizer.from_file(tokenizer.path)
-        theirs = tokenizer.chat_template  # it may name more tokens
-        markers = theirs.tokens if theirs else read_markers(tokenizer.path)
-        prefix = {}
+        markers = own.tokens if own else read_markers(tokenizer.path)  # a template may name more
     else:
         converted = convert(tokenizer)
         converted.save(str(file))
@@ -108,9 +114,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
             "unk_token": converted.model.unk_token,
         }
         # Without this setting, a file of llama.cpp's converter puts a space before every text.
-        prefix = {"add_prefix_space": read_exact(tokenizer).normalizer_spec.add_dummy_prefix}
-    template = tokenizer.chat_template and tokenizer.chat_template.source
-    if "pad_token" not in (template or ""):  # else the template would render other text
+        model = read_exact(tokenizer)
+        settings["add_prefix_space"] = model.normalizer_spec.add_dummy_prefix
+    if own is None or "pad_token" not in own.source:  # else the template would render other text
         # A batch needs a piece to fill rows with; its mask hides these pieces.
         markers = {"pad_token": markers.get("unk_token", markers["eos_token"])} | markers
     write_json(folder / "special_tokens_map.json", markers)
@@ -118,15 +124,6 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         remove_escapes(converted)
         converted.save(str(file))
         added = converted.get_added_tokens_decoder().values()
-        template = exported_jinja(token.content for token in added if token.special)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged
-        "model_max_length": max_seq_len,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "clean_up_tokenization_spaces": False,
-        "padding_side": "left",  # generation goes on at the right
-        **prefix,
-    }
-    if template:
-        settings["chat_template"] = template
+        special = (token.content for token in added if token.special)
+        settings["chat_template"] = exported_jinja(special)
     write_json(folder / "tokenizer_config.json", markers | settings)
