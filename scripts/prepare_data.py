@@ -16,7 +16,7 @@ from lm.common.errors import UsageError, one_line_errors, stop_in_order
 from lm.common.numbers import available_cores, counted, progress_bar, size
 from lm.common.parser import OneLineParser
 from lm.data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from lm.data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, all_files, suffix_of, text_size
+from lm.data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, all_files, suffix_of
 from lm.data.prepare import Preparation, default_out
 from lm.data.shards import CONVERSATIONS, TEXT
 from lm.formats.tokenizer_json import export_warning
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
         if not found:
             start = time.perf_counter()
             # The built-in conversations use only a part of their source.
-            total = None if args.conversations == BUILTIN else text_size(made.files)
+            total = None if args.conversations == BUILTIN else made.text_size
             with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
                 description = made.write(args.out, bar.update)
             found = report(description, made, time.perf_counter() - start)

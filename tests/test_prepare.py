@@ -186,10 +186,11 @@ def test_an_error_while_encoding_leaves_the_older_folder_and_no_process(
 
 KILLED = """
 import multiprocessing, os, signal
-from lm.data.encoding import BATCH_BYTES, encoders
-with encoders(2, BATCH_BYTES + 1) as encode_all:
+from lm.data.encoding import BATCH_BYTES, encode_all
+def records():
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    yield os.kill(os.getpid(), signal.SIGKILL)
+list(encode_all(records(), len, 2, BATCH_BYTES + 1))
 """
 
 

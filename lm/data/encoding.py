@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -159,21 +158,24 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn], record: Record) -> Do
     return Document(record.path, [tokens], n_bytes, number, np.array(answers))
 
 
-@contextmanager
-def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
-    """Yield a function: (records, a partial of `encode_batch`) → iterator of Encoded. If `n_bytes`
-    exceeds BATCH_BYTES, `workers` processes encode. Raises UsageError if a process is killed."""
+def encode_all(
+    records: Iterable[Record], encode: Callable[[list[Record]], Encoded], workers: int, n_bytes: int
+) -> Iterator[Encoded]:
+    """Yield what `encode`, a partial of `encode_batch`, returns for the batches, in order. If
+    `n_bytes` exceeds BATCH_BYTES, `workers` processes encode; they end when this generator is
+    closed. Raises UsageError if a process is killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # an earlier tokenizer may have had the same path
-        yield lambda records, encode: map(encode, _batches(records))
+        yield from map(encode, _batches(records))
         return
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-    )
-
-    def encode_all(records: Iterable[Record], encode: Callable) -> Iterator[Encoded]:
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker)
+    try:
+        # New processes inherit SIG_IGN, which protects them until their initializer runs.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for _ in range(workers):  # each call starts a process
+            pool.submit(os.getpid)
+        signal.signal(signal.SIGINT, handler)
         window = deque()  # pool.map would read the whole corpus into memory
         for batch in _batches(records):
             window.append(pool.submit(encode, batch))
@@ -181,14 +183,6 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
                 yield window.popleft().result()
         while window:
             yield window.popleft().result()
-
-    try:
-        # New processes inherit SIG_IGN, which protects them until their initializer runs.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for _ in range(workers):  # each call starts a process
-            pool.submit(os.getpid)
-        signal.signal(signal.SIGINT, handler)
-        yield encode_all
     except BrokenProcessPool as error:
         hint = "perhaps memory ran out: try fewer --workers"
         raise UsageError(f"an encoding process was killed, {hint}") from error

@@ -11,7 +11,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from lm.data.corpus import (
     suffix_of,
     text_size,
 )
-from lm.data.encoding import Document, Encoded, documents_in, encode_batch, encoders
+from lm.data.encoding import Document, Encoded, documents_in, encode_all, encode_batch
 from lm.data.shards import (
     CONVERSATIONS,
     TEXT,
@@ -98,8 +98,8 @@ class Preparation:
         suffixes = SUFFIXES if of_text else CONVERSATION_SUFFIXES
         self.files = find_files(self.source, suffixes)
         self.splits = find_splits(self.source, suffixes)
-        n_bytes = text_size(self.files)
-        self.defaults = next(defaults for defaults in BY_SIZE if n_bytes < defaults.below)
+        self.text_size = text_size(self.files)  # bytes, an estimate
+        self.defaults = next(each for each in BY_SIZE if self.text_size < each.below)
         if self.val_fraction is None:
             is_builtin_chat = self.source == BUILTIN and not of_text
             usual = BUILTIN_VAL_FRACTION if is_builtin_chat else self.defaults.val_fraction
@@ -114,23 +114,21 @@ class Preparation:
         left."""
         # Describe files before reading them. A file that changes later then counts as changed.
         made_from = self.fingerprint()
-        with (
-            whole_folder(out) as folder,
-            # The encoding processes start while the tokenizer is trained.
-            encoders(self.workers, text_size(self.files)) as encode_all,
-        ):
+        with whole_folder(out) as folder:
             if self.tokenizer is None:
                 self._train_tokenizer(folder / TOKENIZER_FILE)
             else:
                 copy_tokenizer(self.tokenizer, folder)
             tokenizer = open_tokenizer(folder)
             how = (self.kind, tokenizer.path, self.segmentations, self.markers)
-            encoded = encode_all(self._records(self.files), partial(encode_batch, *how))
+            records, encode = self._records(self.files), partial(encode_batch, *how)
+            with closing(encode_all(records, encode, self.workers, self.text_size)) as batches:
+                written = self._write_splits(folder, tokenizer.vocab_size, batches, progress)
             facts = {
                 "kind": self.kind,
                 "vocab_size": tokenizer.vocab_size,
                 "tokenizer_sha256": tokenizer_hash(tokenizer.path),
-                **self._write_splits(folder, tokenizer.vocab_size, encoded, progress),
+                **written,
                 "prepared_from": made_from,
             }
             return write_description(folder, facts)
