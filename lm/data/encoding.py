@@ -53,7 +53,6 @@ class Encoded(NamedTuple):
 
     documents: list[Document]
     bad: list[tuple[str, str]]  # file and message of each document that could not be read
-    raw_bytes: int  # bytes of all records of the batch, before they are parsed
     marked: list[str]  # the first marker's name of each record whose text holds one
     unread: list[str]  # keys of conversations that are not read, each once per conversation
 
@@ -97,8 +96,7 @@ def encode_batch(
             bad.append((record.path, f"{record.place}: {change}"))
         else:
             documents.append(_text(record.path, tokenizer, text, ids, segmentations))
-    n_bytes = sum(len(record.raw) for record in batch)
-    return Encoded(documents, bad, n_bytes, marked, unread)
+    return Encoded(documents, bad, marked, unread)
 
 
 def documents_in(text: str, markers: bool) -> list[str]:

@@ -109,7 +109,7 @@ class Preparation:
 
     def write(self, out: Path, progress: Callable[[int], None]) -> dict:
         """Write tokenizer, shards and description into the folder `out`; return the description.
-        `progress` gets the number of bytes just encoded. Raises UsageError for problems of the text
+        `progress` gets the number of bytes just read. Raises UsageError for problems of the text
         or tokenizer, OSError for problems of the disk. After an error, no incomplete folder is
         left."""
         # Describe files before reading them. A file that changes later then counts as changed.
@@ -121,9 +121,9 @@ class Preparation:
                 copy_tokenizer(self.tokenizer, folder)
             tokenizer = open_tokenizer(folder)
             how = (self.kind, tokenizer.path, self.segmentations, self.markers)
-            records, encode = self._records(self.files), partial(encode_batch, *how)
+            records, encode = self._counted(progress), partial(encode_batch, *how)
             with closing(encode_all(records, encode, self.workers, self.text_size)) as batches:
-                written = self._write_splits(folder, tokenizer.vocab_size, batches, progress)
+                written = self._write_splits(folder, tokenizer.vocab_size, batches)
             facts = {
                 "kind": self.kind,
                 "vocab_size": tokenizer.vocab_size,
@@ -180,6 +180,11 @@ class Preparation:
             return conversation_records(files)
         return read_records(files, (self.text_column,), self.defaults.section_bytes)
 
+    def _counted(self, progress: Callable[[int], None]) -> Iterator[Record]:
+        for record in self._records(self.files):
+            progress(len(record.raw))
+            yield record
+
     def _train_tokenizer(self, path: Path) -> None:
         """Train a tokenizer on a sample of the training files. Raises UsageError if that fails."""
         texts, bad, by_size = [], [], self.vocab_size is None
@@ -213,13 +218,7 @@ class Preparation:
             if taken:
                 return
 
-    def _write_splits(
-        self,
-        folder: Path,
-        vocab_size: int,
-        batches: Iterable[Encoded],
-        progress: Callable[[int], None],
-    ) -> dict:
+    def _write_splits(self, folder: Path, vocab_size: int, batches: Iterable[Encoded]) -> dict:
         """Write the shards of both splits, and return their part of the description. A document of
         a training file is for validation if its `number`, a hash of 64 bits, is below
         val_fraction · 2^64. If no document is left for training, the first document is for
@@ -254,7 +253,6 @@ class Preparation:
                     write(document, train)
                 while waiting and train.part["documents"]:
                     write(waiting.pop(0), val)
-            progress(encoded.raw_bytes)
         for i, document in enumerate(waiting):
             write(document, val if i else train)
         first_problem = first_bad and first_bad[1]
