@@ -15,6 +15,8 @@ from lm.data.corpus import find_files, load_json
 PLACE = "chat.jsonl, line 7"
 TURNS = [Turn("system", "Be brief."), Turn("user", " 1 + 1?\n"), Turn("assistant", " 2 ")]
 DICTS = [{"role": turn.role, "content": turn.content} for turn in TURNS]
+BRIEF, ASK, ANSWER = DICTS
+ASKED, ANSWERED = TURNS[1:]
 RM_STATIC = "\n\nHuman: Hi there\n\nAssistant: Hello.\nYes?\n\nHuman: 1 + 1?\n\nAssistant:"
 OF_RM_STATIC = [
     *(Turn("user", "Hi there"), Turn("assistant", "Hello.\nYes?")),
@@ -24,44 +26,28 @@ ADDITION = [Turn("user", "Add 1\n\n1"), Turn("assistant", "2")]
 SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
 FROM_VALUE = [{"from": SHAREGPT[turn.role], "value": turn.content} for turn in TURNS]
 PARTS = [{"type": "text", "text": " 1 + "}, {"type": "text", "text": "1?\n", "index": None}]
-LONGER = [*DICTS, {"role": "user", "content": "And 2 + 2?"}]
-OF_LONGER = [turn._replace(has_weight=False) for turn in [*TURNS, Turn("user", "And 2 + 2?")]]
-UNCOUNTED = TURNS[2]._replace(has_weight=False)
-FOUR = {"role": "assistant", "content": "4"}
+UNCOUNTED = ANSWERED._replace(has_weight=False)
+MASKED = [
+    *(ASK | {"train": True}, ANSWER | {"loss": False, "name": "bot"}),
+    *(ASK, ANSWER | {"train": False, "weight": None}, ASK, ANSWER | {"weight": 0}),
+    *(ASK | {"id": 7}, ANSWER | {"loss": True, "train": True, "weight": 1.0}),
+]
+REASONED = Turn("assistant", "<think>\n1 + 1\nis 2\n</think>\n\n 2 ")
 FORMS = {
     "MiniMind": ({"conversations": DICTS}, TURNS),
     "OpenAI": ({"messages": DICTS, "prompt": "1 + 1?", "chosen": DICTS}, TURNS),
     "ShareGPT": ({"id": "QWJhYvA_0", "conversations": FROM_VALUE}, TURNS),
-    "two forms in one table": (
-        {"messages": [turn | {"from": None, "value": None} for turn in DICTS], "history": []},
-        TURNS,
-    ),
+    "two forms in one table": ([turn | {"from": None, "value": None} for turn in DICTS], TURNS),
     "system beside the list": ({"system": "Be brief.", "conversations": FROM_VALUE[1:]}, TURNS),
-    "parts of a content": (
-        {"messages": [DICTS[0], {"role": "user", "content": PARTS}, DICTS[2] | {"name": "bot"}]},
-        TURNS,
-    ),
+    "parts of a content": ([BRIEF, ASK | {"content": PARTS}, ANSWER | {"name": "bot"}], TURNS),
     "TRL's lists, with an answer in the prompt": (
-        {"prompt": LONGER, "completion": [FOUR], "chat_template_kwargs": {}},
-        [*OF_LONGER, Turn("assistant", "4")],
+        {"prompt": [*DICTS, ASK], "completion": [ANSWER], "chat_template_kwargs": {}},
+        [*(turn._replace(has_weight=False) for turn in [*TURNS, ASKED]), ANSWERED],
     ),
     "TRL's texts": ({"prompt": "Add 1\n\n1", "completion": "2"}, ADDITION),
-    "masks": (
-        {
-            "messages": [
-                *(DICTS[1] | {"train": True}, DICTS[2] | {"loss": False, "name": "bot"}),
-                *(DICTS[1], DICTS[2] | {"train": False, "weight": None}),
-                *(DICTS[1], DICTS[2] | {"weight": 0}),
-                *(DICTS[1] | {"id": 7}, DICTS[2] | {"loss": True, "train": True, "weight": 1.0}),
-            ]
-        },
-        [*(TURNS[1], UNCOUNTED) * 3, *TURNS[1:]],
-    ),
-    "reasoning": (
-        {"conversations": [DICTS[1], DICTS[2] | {"reasoning_content": "\n1 + 1\nis 2\n"}]},
-        [TURNS[1], Turn("assistant", "<think>\n1 + 1\nis 2\n</think>\n\n 2 ")],
-    ),
-    "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ADDITION[1]]),
+    "masks": (MASKED, [*(ASKED, UNCOUNTED) * 3, ASKED, ANSWERED]),
+    "reasoning": ([ASK, ANSWER | {"reasoning_content": "\n1 + 1\nis 2\n"}], [ASKED, REASONED]),
+    "a prompt": ({"prompt": " 1 + 1?\n", "response": " 2 "}, [ASKED, ANSWERED]),
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
     "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2", "history": []}, ADDITION),
     "Alpaca without input": ({"instruction": "Add 1\n\n1", "input": "", "output": "2"}, ADDITION),
@@ -70,60 +56,41 @@ FORMS = {
 
 @pytest.mark.parametrize(("value", "turns"), FORMS.values(), ids=FORMS)
 def test_the_keys_of_a_conversation_decide_its_form(value, turns):
+    value = {"messages": value} if isinstance(value, list) else value
     assert parse_conversation(value, PLACE)[0] == turns
 
 
 def test_keys_that_are_not_read_are_returned_unless_they_are_empty():
-    said = DICTS[2] | {"name": "bot", "content": [PARTS[0] | {"index": 0}], "draft": "maybe 3"}
+    said = ANSWER | {"name": "bot", "content": [PARTS[0] | {"index": 0}], "draft": "maybe 3"}
     empty = {"tools": "[]", "history": [], "functions": None}
-    row = {"messages": [*DICTS[:2], said], "label": True, "toxic": False, **empty}
+    row = {"messages": [ASK, said], "label": True, "toxic": False, **empty}
     assert parse_conversation(row, PLACE)[1] == {"name", "index", "draft", "label", "toxic"}
-    pairs = {"prompt": LONGER, "chosen": [FOUR], "rejected": [FOUR], "response": "5", "input": 1}
+    pairs = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER], "response": "5", "input": 1}
     assert parse_conversation(pairs, PLACE)[1] == {"rejected", "response", "input"}
 
 
 PAIR = {"prompt": "1 + 1?", "completion": "2"}
+REASON, TRAIN = '"reasoning_content" is not supported', '"train" is not supported: remove it'
 WRONG = {
-    "reasoning of a user": (
-        {"messages": [DICTS[1] | {"reasoning_content": "why"}, DICTS[2]]},
-        '"reasoning_content" is not supported',
-    ),
-    "reasoning that is no text": (
-        {"messages": [DICTS[1], DICTS[2] | {"reasoning_content": {"a": 1}}]},
-        '"reasoning_content" is not supported',
-    ),
-    "a mask in a part": (
-        {"messages": [DICTS[1], DICTS[2] | {"content": [PARTS[0] | {"train": False}]}]},
-        '"train" is not supported',
-    ),
-    "a mask of the row": (PAIR | {"train": False}, '"train" is not supported: remove it'),
+    "reasoning of a user": ([ASK | {"reasoning_content": "why"}, ANSWER], REASON),
+    "reasoning that is no text": ([ASK, ANSWER | {"reasoning_content": {"a": 1}}], REASON),
+    "a mask in a part": ([ASK, ANSWER | {"content": [PARTS[0] | {"train": False}]}], TRAIN),
+    "a mask of the row": (PAIR | {"train": False}, TRAIN),
     "an answer that TRL's KTO calls bad": (PAIR | {"label": False}, '"label" is not supported'),
     "two system messages": ({"system": "be brief", "messages": DICTS}, "turn 2 has the role"),
     "none of the forms": ({"text": "a"}, '"prompt" and "completion", "chosen" or "response"'),
     "no list": ({"messages": "hello"}, "expected a list of {"),
-    "other keys": (
-        {"messages": [{"speaker": "gpt", "text": "a"}]},
-        'a list of {"role", "content"} or {"from", "value"}, perhaps',
-    ),
+    "other keys": ([{"speaker": "gpt", "text": "a"}], 'a list of {"role", "content"} or {"from"'),
     "ShareGPT that begins with an answer": (
         {"conversations": FROM_VALUE[2:]},
         "turn 1 has the role 'assistant' instead of system or user",
     ),
-    "an unknown role": (
-        {"messages": [DICTS[1], DICTS[2] | {"role": "robot"}]},
-        "turn 2 has the role 'robot' instead of assistant",
-    ),
-    "a role that is a list": ({"messages": [{"role": [], "content": ""}]}, "expected a list of"),
-    "a weight of a half": ({"messages": [DICTS[0] | {"weight": 0.5}]}, '"weight": 0 or 1'),
-    "no answer that counts": (
-        {"messages": [*DICTS[:2], DICTS[2] | {"weight": 0}]},
-        "no answer of the assistant counts in the loss",
-    ),
+    "an unknown role": ([ASK, ANSWER | {"role": "robot"}], "the role 'robot' instead of assistant"),
+    "a role that is a list": ([{"role": [], "content": ""}], "expected a list of"),
+    "a weight of a half": ([ASK | {"weight": 0.5}], '"weight": 0 or 1'),
+    "no answer that counts": ([ASK, ANSWER | {"weight": 0}], "no answer of the assistant counts"),
     "an empty answer": ({"prompt": "a", "response": " \n"}, "turn 2 is an empty answer"),
-    "a picture": (
-        {"messages": [{"role": "user", "content": [*PARTS, {"type": "image"}]}]},
-        "turn 1 has {'type': 'image'} instead of a text",
-    ),
+    "a picture": ([ASK | {"content": [*PARTS, {"type": "image"}]}], "turn 1 has {'type': 'image'}"),
     "half a character": ({"prompt": "a", "response": "\ud83d"}, "turn 2 has '\\ud83d' instead"),
     "a prompt of messages": ({"prompt": DICTS, "chosen": "b"}, "or texts in"),
 }
@@ -131,6 +98,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("value", "reason"), WRONG.values(), ids=WRONG)
 def test_an_invalid_conversation_is_refused_in_one_line_with_its_place(value, reason):
+    value = {"messages": value} if isinstance(value, list) else value
     line = error_of(parse_conversation, value, PLACE)
     assert line.startswith(f"{PLACE}: ")
     assert reason in line
