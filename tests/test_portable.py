@@ -6,8 +6,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_transformer import transformer
 
+from lm.common.errors import UsageError
 from lm.formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_portable, save_portable
-from model import ConfigError, Transformer
+from model import Transformer
 
 TOKENS = torch.arange(1, 9)[None]
 
@@ -69,7 +70,7 @@ K, NORM = "layers.1.attention.wk.weight", "norm.weight"
 def test_weights_that_do_not_fit_are_named(saved, change, message):
     weights = change(weights_of(transformer()))
     save_file(weights, saved / WEIGHTS_FILE)
-    with pytest.raises(ConfigError, match=f"^{saved}: .*{message}"):
+    with pytest.raises(UsageError, match=f"^{saved}: .*{message}"):
         load_portable(saved)
 
 
@@ -82,14 +83,14 @@ def test_an_invalid_config_file_is_an_error_that_names_its_folder(saved, text):
     (saved / CONFIG_FILE).unlink()
     if text is not None:
         (saved / CONFIG_FILE).write_bytes(text)
-    with pytest.raises(ConfigError, match=str(saved)):
+    with pytest.raises(UsageError, match=str(saved)):
         load_portable(saved)
 
 
 def test_shapes_are_compared_before_a_model_larger_than_memory_is_built(saved):
     config = json.loads((saved / CONFIG_FILE).read_text())
     (saved / CONFIG_FILE).write_text(json.dumps(config | {"dim": 1 << 24, "n_heads": 1 << 20}))
-    with pytest.raises(ConfigError, match=r"has shape \(.*\), the model needs \("):
+    with pytest.raises(UsageError, match=r"has shape \(.*\), the model needs \("):
         load_portable(saved)
 
 
@@ -99,5 +100,5 @@ def test_a_truncated_or_missing_weights_file_is_refused(saved, share):
     (saved / WEIGHTS_FILE).unlink()
     if share is not None:
         (saved / WEIGHTS_FILE).write_bytes(data[: int(share * len(data))])
-    with pytest.raises(ConfigError, match=f"{saved / WEIGHTS_FILE}: no readable weights"):
+    with pytest.raises(UsageError, match=f"{saved / WEIGHTS_FILE}: no readable weights"):
         load_portable(saved)

@@ -13,7 +13,6 @@ from lm.formats.import_weights import import_weights
 from lm.storage.weights import WeightsFolder
 from lm.training.arguments import DistillationArguments
 from lm.training.distillation import TeacherWeights
-from model import ConfigError
 
 SEQ_LEN = 32
 TOKENS = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
@@ -95,6 +94,6 @@ def test_a_teacher_that_does_not_fit_a_student_is_refused(weights, data, engine,
 def test_weights_that_cannot_teach_and_a_teacher_config_of_stage_2_are_refused(weights, tmp_path):
     foreign = Path(shutil.copytree(weights, tmp_path / "foreign"))
     (foreign / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "foreign: model_type is 'gpt2', only" in error_of(find, foreign, error=ConfigError)
+    assert "foreign: model_type is 'gpt2', only" in error_of(find, foreign)
     with pytest.raises(UsageError, match="divided by ZeRO stage 3, not 2"):
         find(weights, teacher_config="ds_config.json")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from lm.common.errors import UsageError
 from lm.engine.engine import Engine
 from lm.engine.whole_tensors import Partition, TrainingState, partitions
 from lm.training.arguments import TrainingArguments
 from lm.training.optimizer import build_optimizer
 from model import LMConfig, Transformer
-from model.config import ConfigError
 from model.lora import LoRA, add_lora
 
 SHAPES = [(4, 6), (3, 3), (8, 2), (5,), (7, 1)]
@@ -117,10 +117,10 @@ def new_state(accelerator, lora_dim: int = 0) -> TrainingState:
 def test_weights_and_moments_that_do_not_fit_the_model_are_named(accelerator):
     plain, two, four = (new_state(accelerator, lora_dim) for lora_dim in (0, 2, 4))
     base, moments = plain.weights(), plain.moments()
-    with pytest.raises(ConfigError, match=r"lora_a has shape \(4, 32\), the model needs \(2, 32"):
+    with pytest.raises(UsageError, match=r"lora_a has shape \(4, 32\), the model needs \(2, 32"):
         two.load_weights(ChainMap(four.weights(), base), "checkpoint")
-    with pytest.raises(ConfigError, match=r"wk.lora_a is not in this model"):
+    with pytest.raises(UsageError, match=r"wk.lora_a is not in this model"):
         plain.load_weights(four.weights() | base, "checkpoint")
     moments["norm.weight.exp_avg"] = moments["norm.weight.exp_avg"][:1]
-    with pytest.raises(ConfigError, match=r"the shape of norm\.weight\.exp_avg is not"):
+    with pytest.raises(UsageError, match=r"the shape of norm\.weight\.exp_avg is not"):
         plain.load(base, moments, plain.scalars(), "checkpoint")

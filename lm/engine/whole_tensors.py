@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lm.common.errors import UsageError
 from lm.engine.engine import Engine
 from lm.formats.portable import from_weights, require_fit
 from model import Transformer
-from model.config import ConfigError
 from model.lora import merged_weights
 
 
@@ -93,11 +93,11 @@ class TrainingState:
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
         """Restore the values that `weights`, `moments` and `scalars` return, and frozen weights.
-        Raises ConfigError if weights or shapes do not fit, KeyError if a moment is missing."""
+        Raises UsageError if weights or shapes do not fit, KeyError if a moment is missing."""
         self.load_weights(weights, source)
         for key, parameter, inside, part in self._shards(moments=True, writes=True):
             if moments[key].shape != shape_of(parameter):
-                raise ConfigError(f"{source}: the shape of {key} is not that of its parameter")
+                raise UsageError(f"{source}: the shape of {key} is not that of its parameter")
             part.copy_(moments[key].view(-1)[inside])
         step = scalars["optimizer_step"]
         for state in self.optimizer.state.values():
@@ -115,7 +115,7 @@ class TrainingState:
 
     def load_weights(self, weights: dict, source: str) -> None:
         """Restore fp32 weights, trained and frozen. The weights of adapters may be missing.
-        Raises ConfigError if names or shapes do not fit the model."""
+        Raises UsageError if names or shapes do not fit the model."""
         require_fit(self.shapes, weights, source)
         if self.engine.divides_model:  # the parameters of self.model are empty
             for name, parameter in self._frozen():

@@ -7,7 +7,8 @@ experts: without norm_topk_prob, a token's weights sum to below 1.
 
 from pathlib import Path
 
-from lm.formats.portable import CONFIG_FILE, WeightsError, build_config, read_json
+from lm.common.errors import UsageError
+from lm.formats.portable import CONFIG_FILE, build_config, read_json
 from model.config import LMConfig
 
 # (has experts, normalises queries and keys) → model_type, and the class in transformers
@@ -91,21 +92,21 @@ READABLE = [*dict(MODEL_TYPES.values()), "minimind"]  # values of model_type
 
 
 def read_config_json(folder: Path) -> LMConfig:
-    """Read config.json. Raises WeightsError if a setting has no counterpart in this model."""
+    """Read config.json. Raises UsageError if a setting has no counterpart in this model."""
     if (folder / "adapter_config.json").exists():
         remedy = "merge it into its base with merge_and_unload() of PEFT, and import that"
-        raise WeightsError(f"{folder} is an adapter of PEFT: {remedy}")
+        raise UsageError(f"{folder} is an adapter of PEFT: {remedy}")
     values = read_json(folder / CONFIG_FILE)
     model_type = values.get("model_type")
     if model_type not in READABLE:
         readable = ", ".join(READABLE)
-        raise WeightsError(f"{folder}: model_type is {model_type!r}, only {readable} can be read")
+        raise UsageError(f"{folder}: model_type is {model_type!r}, only {readable} can be read")
     rope = (values.get("rope_parameters") or {}) | (values.get("rope_scaling") or {})
     rope_type = rope.get("type") or rope.get("rope_type", "default")  # "type" is the old name
     for name, allowed in COMPUTED.items():
         value = (values | {"rope_type": rope_type}).get(name, allowed[0])
         if value not in allowed:
-            raise WeightsError(f"{folder}: {name} is {value!r}, which this model cannot compute")
+            raise UsageError(f"{folder}: {name} is {value!r}, which this model cannot compute")
     given = {name: value for name, value in values.items() if value is not None}
     is_minimind = model_type == "minimind"
     defaults = {  # of transformers, or of MiniMind

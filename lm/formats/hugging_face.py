@@ -15,7 +15,6 @@ from lm.formats.portable import (
     CONFIG_FILE,
     GENERATION_FILE,
     WEIGHTS_FILE,
-    WeightsError,
     load_tensors,
     read_json,
     save_tensors,
@@ -41,7 +40,7 @@ def inert_weights(config: LMConfig) -> dict[str, Tensor]:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of a folder's weights, in the order in which transformers looks for them.
-    Other files, such as shards of an older version, are not read. Raises WeightsError if there is
+    Other files, such as shards of an older version, are not read. Raises UsageError if there is
     none."""
     for name in (WEIGHTS_FILE, "pytorch_model.bin"):
         if (folder / name).exists():
@@ -50,7 +49,7 @@ def weight_files(folder: Path) -> list[Path]:
             named = read_json(index).get("weight_map", {})  # weight → shard
             return [folder / shard for shard in sorted(set(named.values()))]
     missing = f"no {WEIGHTS_FILE} and no {WEIGHTS_FILE}.index.json"
-    raise WeightsError(f"{folder}: {missing}: download the whole folder")
+    raise UsageError(f"{folder}: {missing}: download the whole folder")
 
 
 def read_hugging_face(folder: Path) -> dict[str, Tensor]:
@@ -61,7 +60,7 @@ def read_hugging_face(folder: Path) -> dict[str, Tensor]:
     weights = {name: reordered(config, name, x, THEIR_ORDER) for name, x in found.items()}
     output = weights.get("output.weight") if config.tie_embeddings else None
     if output is not None and not torch.equal(output, weights.get("tok_embeddings.weight", output)):
-        raise WeightsError(f"{folder}: config.json ties the embeddings, but lm_head differs")
+        raise UsageError(f"{folder}: config.json ties the embeddings, but lm_head differs")
     return weights
 
 

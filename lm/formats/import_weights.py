@@ -24,7 +24,6 @@ from lm.formats.config_json import read_config_json
 from lm.formats.hugging_face import read_hugging_face
 from lm.formats.portable import (
     GENERATION_FILE,
-    WeightsError,
     build_config,
     end_ids,
     has_setting,
@@ -124,7 +123,7 @@ def _template(folder: Path) -> str | None:
 
 def _state_dict(path: Path) -> tuple[dict, dict]:
     """Return the state dict in a file, and the settings in the file or in Meta's params.json next
-    to the file. Raises WeightsError if a file cannot be used."""
+    to the file. Raises UsageError if a file cannot be used."""
     content = load_tensors(path)
     beside = path.with_name("params.json")
     said = read_json(beside) if beside.exists() else {}
@@ -132,18 +131,18 @@ def _state_dict(path: Path) -> tuple[dict, dict]:
         said |= content.get("model_args") or {}
         content = content["model"]
     if said.get("use_scaled_rope"):
-        raise WeightsError(f"{path}: use_scaled_rope is set: import the Hugging Face folder")
+        raise UsageError(f"{path}: use_scaled_rope is set: import the Hugging Face folder")
     return content, {name: said[name] for name in ("n_heads", *DEFAULTS) if name in said}
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
-    """Return a config from shapes and `settings`. Raises WeightsError if they fit no Llama."""
+    """Return a config from shapes and `settings`. Raises UsageError if they fit no Llama."""
     router = weights.get("layers.0.feed_forward.router")
     w1 = "feed_forward.w1.weight" if router is None else "feed_forward.w1"  # (experts, rows, cols)
     in_block = (f"layers.0.{name}" for name in ("attention.wq.weight", "attention.wk.weight", w1))
     found = [weights.get(name) for name in ("tok_embeddings.weight", *in_block)]
     if any(weight is None or weight.dim() < 2 for weight in found):
-        raise WeightsError(f"{path}: not a Llama: a matrix of its first layer is missing")
+        raise UsageError(f"{path}: not a Llama: a matrix of its first layer is missing")
     embedding, wq, wk, w1 = found
     q_norm = weights.get("layers.0.attention.q_norm.weight")
     if q_norm is not None and 0 < q_norm.numel() < len(wq):  # else the heads are not separate
@@ -152,7 +151,7 @@ def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) 
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     n_heads = settings["n_heads"]
     if n_heads < 1 or wq.shape[0] % n_heads:
-        raise WeightsError(f"--n_heads {n_heads} does not divide the {wq.shape[0]} rows of wq")
+        raise UsageError(f"--n_heads {n_heads} does not divide the {wq.shape[0]} rows of wq")
     head_dim = wq.shape[0] // n_heads
     output = weights.get("output.weight")
     config = {

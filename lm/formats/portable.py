@@ -24,10 +24,6 @@ GENERATION_FILE = "generation_config.json"  # names end tokens; of imported mode
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class WeightsError(UsageError, ConfigError):
-    """Weights on disk are missing, damaged, or belong to another model."""
-
-
 def save_portable(folder: Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
     """Write config and weights. `weights` holds a tied matrix once, under one name."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,13 +37,13 @@ def write_json(path: Path, values: dict) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON object. Raises WeightsError if the file does not hold one."""
+    """Read a JSON object. Raises UsageError if the file does not hold one."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{path.parent}: no readable {path.name} ({reason(error)})") from error
+        raise UsageError(f"{path.parent}: no readable {path.name} ({reason(error)})") from error
     if not isinstance(values, dict):
-        raise WeightsError(f"{path}: not a JSON object")
+        raise UsageError(f"{path}: not a JSON object")
     return values
 
 
@@ -67,20 +63,20 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file, or a file of torch.save; code in it is not run. Raises WeightsError
+    """Read a safetensors file, or a file of torch.save; code in it is not run. Raises UsageError
     if the file is missing or damaged. torch.save allows values that are not tensors."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         return dict(torch.load(path, "cpu", weights_only=True))
     except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{path}: no readable weights ({reason(error)})") from error
+        raise UsageError(f"{path}: no readable weights ({reason(error)})") from error
     except Exception as error:  # a damaged pickle can raise any exception
-        raise WeightsError(f"{path}: not a state dict, or holds code, which is not run") from error
+        raise UsageError(f"{path}: not a state dict, or holds code, which is not run") from error
 
 
 def load_config(folder: Path) -> LMConfig:
-    """Read config.json of a folder. Raises WeightsError if it is missing or damaged."""
+    """Read config.json of a folder. Raises UsageError if it is missing or damaged."""
     path = folder / CONFIG_FILE
     return build_config(read_json(path), path)
 
@@ -92,7 +88,7 @@ def has_setting(name: str, folder: Path) -> bool:
 
 def end_ids(folder: Path) -> set[int]:
     """Return the end tokens that a folder's GENERATION_FILE and CONFIG_FILE name: an id or a list
-    in each. Raises WeightsError if a file is damaged."""
+    in each. Raises UsageError if a file is damaged."""
     found = []
     for name in (GENERATION_FILE, CONFIG_FILE):
         given = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
@@ -101,20 +97,20 @@ def end_ids(folder: Path) -> set[int]:
 
 
 def build_config(values: dict, source: Path) -> LMConfig:
-    """Build a config. Raises WeightsError, which names `source`, if the values are invalid."""
+    """Build a config. Raises UsageError, which names `source`, if the values are invalid."""
     try:
         return LMConfig.from_dict(values)
     except ConfigError as error:
-        raise WeightsError(f"{source}: {error}") from error
+        raise UsageError(f"{source}: {error}") from error
 
 
 def load_portable(folder: Path) -> Transformer:
-    """Load the model of a folder. Raises WeightsError if a file is missing or damaged."""
+    """Load the model of a folder. Raises UsageError if a file is missing or damaged."""
     return from_weights(load_config(folder), load_tensors(folder / WEIGHTS_FILE), str(folder))
 
 
 def from_weights(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
-    """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
+    """Build a model on the CPU, in fp32. Raises UsageError if the weights do not fit."""
     require_fit(without_memory(config), weights, source)  # a damaged config could fill memory
     model = Transformer(config)
     model.load_state_dict(weights, strict=False)  # the names of a tied matrix may be one or two
@@ -128,7 +124,7 @@ def without_memory(config: LMConfig) -> Transformer:
 
 
 def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
-    """Raise WeightsError if names or shapes differ, or a weight is not finite floating point.
+    """Raise UsageError if names or shapes differ, or a weight is not finite floating point.
     Weights that contain no adapter also fit a model with adapters."""
     parameters = dict(model.named_parameters())
     names = set(weights)
@@ -138,11 +134,11 @@ def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) 
         names.discard("output.weight")  # the same matrix as tok_embeddings.weight
     for name in sorted(parameters.keys() ^ names):
         wrong = "missing" if name in parameters else "not in this model"
-        raise WeightsError(f"{source}: {name} is {wrong}")
+        raise UsageError(f"{source}: {name} is {wrong}")
     for name, parameter in parameters.items():
         tensor, shape = weights[name], tuple(parameter.shape)
         if (given := tuple(tensor.shape)) != shape:
-            raise WeightsError(f"{source}: {name} has shape {given}, the model needs {shape}")
+            raise UsageError(f"{source}: {name} has shape {given}, the model needs {shape}")
         if tensor.dtype not in FLOATS or not tensor.isfinite().all():
             wrong = "contains NaN or infinity, or is not floating point of 16 bits or more"
-            raise WeightsError(f"{source}: {name} {wrong}")
+            raise UsageError(f"{source}: {name} {wrong}")

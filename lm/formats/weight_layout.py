@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lm.formats.portable import WeightsError
+from lm.common.errors import UsageError
 from model.config import LMConfig
 
 # Names of modules, without the layer: ours (as in Llama's own release) → Hugging Face's.
@@ -78,7 +78,7 @@ def their_name(name: str) -> str:
 
 
 def our_name(name: str, source: str) -> str:
-    """Return our name for `name`, which is Hugging Face's or ours. Raises WeightsError if there is
+    """Return our name for `name`, which is Hugging Face's or ours. Raises UsageError if there is
     none."""
     layer, module, end = PARTS.fullmatch(PREFIX.sub("", name)).groups("")
     if module in NAMES and (layer or end):
@@ -90,27 +90,27 @@ def our_name(name: str, source: str) -> str:
         why = "is an adapter: merge it into its base with merge_and_unload() of PEFT, and save that"
     elif not name.endswith((".weight", ".bias")) or "scale" in name:
         why = "is of a quantised model: import the model that is not quantised"
-    raise WeightsError(f"{source}: {name} {why}")
+    raise UsageError(f"{source}: {name} {why}")
 
 
 def our_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> dict[str, Tensor]:
-    """Return weights with our names; the matrices of experts are stacked. Raises WeightsError if
+    """Return weights with our names; the matrices of experts are stacked. Raises UsageError if
     a weight has no counterpart in this model."""
     renamed, stacks = {}, defaultdict(dict)
     for name, weight in weights:
         if not isinstance(weight, Tensor):
-            raise WeightsError(f"{source}: {name} is not a tensor")
+            raise UsageError(f"{source}: {name} is not a tensor")
         if TABLE.search(name) or not weight.numel() or name.endswith("shared_expert_gate.weight"):
             continue
         ours = our_name(EXPERT.sub("", name), source)
         if ours in renamed:
-            raise WeightsError(f"{source}: {name} is there twice, under two prefixes")
+            raise UsageError(f"{source}: {name} is there twice, under two prefixes")
         if expert := EXPERT.search(name):  # shared experts follow the routed ones
             stacks[ours.removesuffix(".weight")][bool(expert[1]), int(expert[2])] = weight
         else:
             renamed[re.sub(r"router\.weight$", "router", ours)] = weight
     for name, stack in stacks.items():
         if len({matrix.shape for matrix in stack.values()}) > 1:
-            raise WeightsError(f"{source}: experts have matrices of different shapes for {name}")
+            raise UsageError(f"{source}: experts have matrices of different shapes for {name}")
         renamed[name] = torch.stack([stack[number] for number in sorted(stack)])
     return renamed

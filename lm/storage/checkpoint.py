@@ -27,7 +27,6 @@ from lm.common.atomic import whole_folder, write_whole
 from lm.common.errors import UsageError
 from lm.data.tokenizer import copy_tokenizer
 from lm.formats import portable
-from lm.formats.portable import WeightsError
 from lm.storage.folder import RunFolder
 from model.config import LMConfig
 from model.lora import LoRA
@@ -80,7 +79,7 @@ def damage(path: Path) -> str | None:
         if saved_lora(path):
             _compare(run_of(path).base, {portable.CONFIG_FILE, portable.WEIGHTS_FILE})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        kind = "" if isinstance(error, WeightsError) else f"{type(error).__name__}: "
+        kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
         return f"{kind}{error}"
     return None
 
@@ -89,10 +88,10 @@ def _compare(folder: Path, names: set[str]) -> None:
     """Raise an error unless the manifest lists exactly `names` with the files' true checksums."""
     files = portable.read_json(folder / MANIFEST)["files"]
     if files.keys() != names:
-        raise WeightsError(f"{MANIFEST} does not list exactly {', '.join(sorted(names))}")
+        raise UsageError(f"{MANIFEST} does not list exactly {', '.join(sorted(names))}")
     for name, facts in files.items():
         if _facts_of(folder / name) != facts:
-            raise WeightsError(f"the checksum of {name} is wrong")
+            raise UsageError(f"the checksum of {name} is wrong")
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -134,7 +133,7 @@ def val_loss(path: Path) -> float | None:
 
 
 def read_state(path: Path) -> dict:
-    """Read state.json of a checkpoint. Raises WeightsError if it is damaged."""
+    """Read state.json of a checkpoint. Raises UsageError if it is damaged."""
     return portable.read_json(path / STATE)
 
 
@@ -145,7 +144,7 @@ def saved_lora(checkpoint: Path) -> LoRA | None:
 
 
 def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
-    """Return trained and frozen weights by name. Raises ConfigError if a file is unreadable."""
+    """Return trained and frozen weights by name. Raises UsageError if a file is unreadable."""
     trained = portable.load_tensors(checkpoint / WEIGHTS)
     return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
 

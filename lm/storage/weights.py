@@ -86,7 +86,7 @@ class WeightsFolder:
         return (self.path / checkpoint.STATE).exists()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights, with adapters merged. Raises ConfigError if they are damaged or do
+        """Return the weights, with adapters merged. Raises UsageError if they are damaged or do
         not fit the model."""
         if self.is_foreign:
             weights = read_hugging_face(self.path)
@@ -99,7 +99,7 @@ class WeightsFolder:
         return weights
 
     def config(self) -> LMConfig:
-        """Return the shape of the model. Raises ConfigError if its file is damaged or invalid."""
+        """Return the shape of the model. Raises UsageError if its file is damaged or invalid."""
         if self.is_foreign:
             return read_config_json(self.path)
         if self.is_checkpoint:
@@ -132,7 +132,7 @@ def _sha256(folder: WeightsFolder, files: tuple) -> str:
 
 def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     """Load the model `name` (see `WeightsFolder.find`) and its tokenizer. `load` builds the model.
-    Raises UsageError or ConfigError if files are missing, damaged, or do not match."""
+    Raises UsageError if files are missing, damaged, or do not match."""
     folder = WeightsFolder.find(name)
     tokenizer, file = open_tokenizer(folder.tokenizer), folder.tokenizer.parent / TEMPLATE_FILE
     tokenizer.more_end_ids = sorted(portable.end_ids(file.parent) - {tokenizer.eos_id})
