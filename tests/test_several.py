@@ -64,11 +64,11 @@ def test_a_resumed_model_keeps_its_own_flags(models_of, tmp_path):
     ("models", "flags", "keyword"),
     [
         ({}, [], "pass --model FILE once for each model"),
-        ({}, ["--model", "missing.json"], "missing.json: No such file or directory$"),
+        ({}, ["--model", "missing.json"], "missing.json: No such file or directory"),
         ({"a": {}}, ["--run_name", "x"], "--run_name: give each model its own"),
         ({"a": "[1]"}, [], "a.json: 'list' object has no attribute 'items'"),
         ({"a": "{"}, [], "a.json: Expecting property name"),
-        ({"a": {"dim": [1]}}, [], "a.json: argument --dim: invalid int value: '\\[1\\]'"),
+        ({"a": {"dim": [1]}}, [], "a.json: argument --dim: invalid int value: '[1]'"),
         ({"a": {"learning_rate": -1}}, [], "a.json: --learning_rate must be positive"),
         ({"a": {}, "b": {"seed": 7}}, [], "b.json: unrecognized arguments: --seed=7"),
         ({"a": {}, "b": {"dtype": "float32"}}, [], "b.json: unrecognized arguments: --dtype"),
@@ -78,8 +78,7 @@ def test_a_resumed_model_keeps_its_own_flags(models_of, tmp_path):
     ],
 )
 def test_files_and_flags_that_cannot_be_used_are_refused(models_of, models, flags, keyword):
-    with pytest.raises((UsageError, ConfigError), match=keyword):
-        models_of(*flags, **models)
+    assert keyword in error_of(models_of, *flags, error=(UsageError, ConfigError), **models)
 
 
 def test_deepspeed_files_decide_one_precision_and_typed_flags_are_not_dropped(models_of, tmp_path):
@@ -92,10 +91,9 @@ def test_deepspeed_files_decide_one_precision_and_typed_flags_are_not_dropped(mo
     no_bf16, linear = own("no", bf16={"enabled": False}), own("linear", scheduler=decays)
     ((args, _),) = models_of(a=linear)
     assert (args.lr_schedule, args.warmup_steps) == ("linear", 3)
-    with pytest.raises(UsageError, match="or type --lr_schedule linear"):
-        models_of("--lr_schedule", "cosine", a=linear)  # typed, although it is the default
-    with pytest.raises(UsageError, match="the same --dtype"):
-        models_of(a=no_bf16, b={})
+    typed = ("--lr_schedule", "cosine")  # although it is the default
+    assert "or type --lr_schedule linear" in error_of(models_of, *typed, a=linear)
+    assert "the same --dtype" in error_of(models_of, a=no_bf16, b={})
     ((args, _),) = models_of("--dtype", "bfloat16", a=no_bf16)
     assert args.dtype == "bfloat16"  # the engine refuses the contradiction
 
@@ -168,8 +166,7 @@ def test_all_models_save_when_one_is_due_or_a_stop_is_requested(pair, monkeypatc
 
 def test_a_failed_save_does_not_cost_the_weights(pair, monkeypatch):
     monkeypatch.setattr(pair, "wait", lambda: False)
-    with pytest.raises(UsageError, match="the last checkpoint was not saved"):
-        pair.finish()
+    assert "the last checkpoint was not saved" in error_of(pair.finish)
     assert [run.state.weights.call_count for run in pair.all] == [1, 1]
 
 
@@ -179,7 +176,7 @@ def test_models_that_would_read_different_batches_are_refused_with_the_value_of_
         return SimpleNamespace(args=args, config=config, total_steps=steps)
 
     require_the_same_batches([inputs("a"), inputs("b")])
-    with pytest.raises(UsageError, match="the same max_seq_len: a 8, b 16"):
-        require_the_same_batches([inputs("a"), inputs("b", max_seq_len=16)])
-    with pytest.raises(UsageError, match="the same number of steps: a 5, b 6"):
-        require_the_same_batches([inputs("a"), inputs("b", steps=6)])
+    said = error_of(require_the_same_batches, [inputs("a"), inputs("b", max_seq_len=16)])
+    assert "the same max_seq_len: a 8, b 16" in said
+    said = error_of(require_the_same_batches, [inputs("a"), inputs("b", steps=6)])
+    assert "the same number of steps: a 5, b 6" in said

@@ -43,12 +43,8 @@ def parameter_groups(
         if p.requires_grad and p not in left_out:
             groups[len(shape_of(p)) < 2, lr_factors.get(p, 1.0)].append(p)
     return [
-        {
-            "params": groups[key],
-            "weight_decay": 0.0 if key[0] else weight_decay,
-            "lr_factor": key[1],
-        }
-        for key in sorted(groups)
+        {"params": params, "weight_decay": 0.0 if is_scale else weight_decay, "lr_factor": factor}
+        for (is_scale, factor), params in sorted(groups.items())
     ]
 
 
