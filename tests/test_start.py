@@ -15,7 +15,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import TINY, pack
-from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
 from lm.common.numbers import memory
 from lm.data.dataset import PackedDataset
@@ -153,16 +152,6 @@ def test_positions_that_were_never_trained_are_warned_of(run_of, tmp_path, train
     warned = trained < CONFIG.max_seq_len and not resumed
     said = "WARNING: out/runs/short/weights was trained on 256 positions, but this run has 512"
     assert [line.startswith(said) for line in lines] == [True] * warned
-
-
-def test_a_tokenizer_that_cannot_be_exported_is_warned_of(run_of, tokenizer, tmp_path):
-    model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
-    for kind, expected in {TrainerSpec.BPE: [], TrainerSpec.UNIGRAM: ["is not BPE"]}.items():
-        model.trainer_spec.model_type = kind
-        (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
-        found = start_block.warnings(run_of(args=TrainingArguments(data=str(tmp_path))))
-        assert len(found) == len(expected)
-        assert all(reason in line for reason, line in zip(expected, found, strict=True))
 
 
 def test_a_folder_that_other_machines_do_not_see_is_warned_of(run_of, monkeypatch):

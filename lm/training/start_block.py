@@ -16,7 +16,6 @@ from lm.engine.hardware import (
 )
 from lm.engine.memory import Workload, estimate, fits
 from lm.engine.strategy import DDP, Strategy, strategy_of
-from lm.formats.tokenizer_json import export_warning
 from lm.training.failures import less_memory
 from lm.training.optimizer import muon_matrices
 from lm.training.run import Run
@@ -140,7 +139,6 @@ def warnings(run: Run) -> list[str]:
     texts = []
     if device.type == "cpu" and args.dtype == "bfloat16" and cpu_emulates_bf16():
         texts.append("WARNING: this CPU emulates bf16: --dtype float32 is many times faster")
-    texts += filter(None, [export_warning(args.data)])
     if inputs.val_set is None:
         cause, other = "is shorter than one sequence", "smaller"
         if args.dataset.kind == CONVERSATIONS:
