@@ -10,7 +10,7 @@ import pytest
 from lm.common.errors import LAUNCHER_ENDED
 from lm.engine.engine import Engine, exit_rank
 from lm.training import interruption
-from lm.training.interruption import SIGNALS, StopRequest, how_to_resume, leave_note, python
+from lm.training.interruption import SIGNALS, StopRequest, how_to_resume, python
 
 TIMED = interruption  # `clock` replaces its time
 
@@ -97,14 +97,6 @@ def test_a_request_to_one_rank_makes_all_ranks_stop_or_save(request_of, clock, m
     ):
         others[:] = map(int, requests)
         assert (stop.reason(), stop.time_to_save) == (reason, saves)
-
-
-def test_a_stopped_run_leaves_a_note_if_it_can(monkeypatch, tmp_path):
-    monkeypatch.setenv("STOP_NOTE", str(tmp_path / "note"))
-    leave_note()
-    assert (tmp_path / "note").exists()
-    monkeypatch.setenv("STOP_NOTE", str(tmp_path / "no folder" / "note"))
-    leave_note()
 
 
 @pytest.mark.parametrize("earlier", ["", r" --resume=my\ runs/a", " --resume 'my runs/a'"])

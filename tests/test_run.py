@@ -94,10 +94,6 @@ def gradients(run: Run) -> list[torch.Tensor]:
     return [p.grad.clone() for p in run.model.parameters()]
 
 
-def norm_of(tensors: list[torch.Tensor]) -> float:
-    return torch.cat([tensor.flatten() for tensor in tensors]).norm().item()
-
-
 @pytest.mark.parametrize("counts", [ALL, [8, 1, 0, 3, 8, 2], [0, 0, 0, 0, 0, 1]])
 def test_every_target_of_a_step_weighs_the_same(run_of, tmp_path, counts):
     run = run_of(counts)
@@ -133,16 +129,13 @@ def test_the_last_steps_read_only_the_first_segmentation_also_in_a_resumed_run(r
     assert [step for step, rows in read.items() if all(row in first for row in rows)] == [3, 4]
 
 
-@pytest.mark.parametrize(("grad_clip", "clipped"), [(1e-3, True), (0.0, False)])
-def test_a_gradient_is_clipped_to_grad_clip_and_not_at_all_with_0(
-    run_of, monkeypatch, grad_clip, clipped
-):
-    run = run_of(grad_clip=grad_clip)
+def test_a_gradient_is_not_clipped_with_grad_clip_0(run_of, monkeypatch):
+    run = run_of(grad_clip=0.0)
     monkeypatch.setattr(run.optimizer, "zero_grad", lambda: None)
     take(run, 1)
-    norm = norm_of(gradients(run))
-    assert run.update() == pytest.approx(norm)
-    assert norm_of(gradients(run)) == pytest.approx(1e-3 if clipped else norm, rel=1e-2)
+    before = gradients(run)
+    run.update()
+    assert all(map(torch.equal, before, gradients(run)))
 
 
 def state_of(run: Run) -> list[torch.Tensor]:

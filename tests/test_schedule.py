@@ -25,13 +25,6 @@ def rates(schedule: str, total: int = 100, warmup: int = 10, **settings) -> list
     return [math.nan, *(rate(step) for step in range(1, total + 1))]
 
 
-def test_cosine_equals_its_formula():
-    found = rates("cosine", 50, 5, min_lr_ratio=0.2)
-    for step in range(6, 51):
-        wave = 0.5 * (1 + math.cos(math.pi * (step - 5) / 45))
-        assert found[step] == pytest.approx(PEAK * (0.2 + 0.8 * wave))
-
-
 @pytest.mark.parametrize(
     ("schedule", "decay_fraction", "start"),
     [

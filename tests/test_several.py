@@ -7,11 +7,10 @@ from unittest.mock import MagicMock, Mock, call
 
 import pytest
 from conftest import error_of
-from test_resume_choice import damage_file, make_run, write_empty
+from test_resume_choice import damage_file, make_run
 
 from lm.common.errors import UsageError
 from lm.storage.folder import RunFolder, release_locks
-from lm.training import starting_point
 from lm.training.arguments import TrainingArguments, build_parser, parse_arguments
 from lm.training.runs import Runs
 from lm.training.schedule import default_rates
@@ -127,12 +126,6 @@ def test_all_models_resume_from_the_newest_step_that_is_undamaged_in_all(resume,
     for steps in ({"e": [10, 20], "new": []}, {"f": [10], "g": [30]}):
         assert "no step has a checkpoint of every model" in error_of(resume, **steps)
     assert "h/checkpoints/step-00000010 is damaged" in error_of(resume, {"h": 10}, h=[10], i=[10])
-
-
-def test_all_models_are_locked_before_a_step_is_chosen(resume, monkeypatch):
-    """The job before this one saves step 20, and ends, while this one starts."""
-    monkeypatch.setattr(starting_point, "claim", lambda run: write_empty(run, 20))
-    assert resume(first=[10], second=[10]) == [20, 20]
 
 
 @pytest.fixture
