@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from lm.common.errors import UsageError, one_line_errors
 from lm.common.parser import OneLineParser
+from lm.inference.prompts import converse, say
 from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
 
@@ -25,7 +26,9 @@ def main(argv: list[str] | None = None) -> None:
 
     with suppress(ImportError):  # not every system has readline
         import readline  # noqa: F401  arrow keys and history in input()
-    Chat(decoder, trained.tokenizer, sampling, args.max_new_tokens, args.system).converse()
+    say("/reset starts a new chat, Ctrl-C ends an answer, Ctrl-D ends the program.")
+    chat = Chat(decoder, trained.tokenizer, sampling, args.max_new_tokens, args.system)
+    converse(chat.answer)
 
 
 if __name__ == "__main__":

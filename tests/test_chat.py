@@ -10,6 +10,7 @@ from small_model import opinionated, save_model
 from lm.common.errors import UsageError
 from lm.data.chat_template import TEMPLATE_FILE, encode_chat_prompt
 from lm.data.conversations import Turn
+from lm.inference import prompts
 from lm.inference.decoder import Decoder
 from lm.inference.generation import Batch, generate
 from lm.inference.sampling import Sampling
@@ -70,7 +71,7 @@ def converse(chat, monkeypatch, capsys):
 
         monkeypatch.setattr("builtins.input", ask)
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-        chat.converse()
+        prompts.converse(chat.answer)
         out, err = capsys.readouterr()
         answers = [part.removesuffix("\n") for part in out.split("\n> ")[1:-1]]
         return answers, err

@@ -6,7 +6,7 @@ batching). Source: Yu et al., Orca, https://www.usenix.org/conference/osdi22/pre
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,8 +39,6 @@ class Continuation:
         self.ids: list[int] = []  # generated so far
         self.finish_reason: str | None = None  # "stop", "length", "cancelled", "error" or "closed"
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
-        # The next tokens of texts with equal settings are drawn together.
-        self.settings = replace(self.sampling, seed=0)
         self._start = 0  # index of the first token that the model sees
 
     def take(self, token: int) -> None:
@@ -93,11 +91,10 @@ class StreamedText(Continuation):
             return
         super().take(token)
         self._decode()
-        end = len(self._held) - self._n_uncertain()
         starts = [self._held.find(stop) for stop in self.stop if stop and stop in self._held]
         if starts:
             self.finish_reason = "stop"
-            end = min(starts)
+        end = min(starts, default=len(self._held) - self._n_uncertain())
         piece, self._held = self._held[:end], self._held[end:]
         self.text += piece
         self.deliver(piece, self.finish_reason)
@@ -179,9 +176,9 @@ class Batch:
 
     def _draw(self) -> Tensor:
         """Draw the next token of each text, (B,) int64."""
-        groups: dict[Sampling, list[int]] = {}
+        groups: dict[Sampling, list[int]] = {}  # texts whose settings differ only in the seed
         for row, text in enumerate(self.texts):
-            groups.setdefault(text.settings, []).append(row)
+            groups.setdefault(text.sampling, []).append(row)
         tokens = torch.empty(len(self.texts), dtype=torch.int64, device=self._logits.device)
         for sampling, group in groups.items():
             rows = slice(None) if len(groups) == 1 else group  # a slice makes no copy

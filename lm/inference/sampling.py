@@ -1,7 +1,7 @@
 """Sampling: the settings with their limits, and the choice of the next token from the logits."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Sampling:
     top_k: int = 50
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int = field(default=0, compare=False)
 
     def __post_init__(self):
         for setting in fields(self):

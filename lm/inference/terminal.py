@@ -11,7 +11,7 @@ from lm.data.conversations import Turn
 from lm.data.tokenizer import Tokenizer
 from lm.inference.decoder import Decoder
 from lm.inference.generation import StreamedText, generate_all
-from lm.inference.prompts import converse, say
+from lm.inference.prompts import say
 from lm.inference.sampling import Sampling
 
 
@@ -84,10 +84,6 @@ class Chat:
         self.context = self.decoder.config.max_seq_len
         self.turns: list[Turn] = []
         self.n_answers = 0
-
-    def converse(self) -> None:
-        say("/reset starts a new chat, Ctrl-C ends an answer, Ctrl-D ends the program.")
-        converse(self.answer)
 
     def ask(self, question: str) -> list[int]:
         """Append a question and return the ids of the prompt. Raises UsageError if the system

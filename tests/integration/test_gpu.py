@@ -155,8 +155,7 @@ def test_grouped_heads_in_fp32_run_on_the_memory_efficient_kernel(head_dim):
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # no other kernel may run
             out = attend(*qkv, 0.0)
             results.append([out, *torch.autograd.grad(out, qkv, gradient)])
-    for reference, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
 def test_compiled_blocks_give_the_loss_and_gradients_of_plain_uncompiled_blocks():
@@ -171,8 +170,7 @@ def test_compiled_blocks_give_the_loss_and_gradients_of_plain_uncompiled_blocks(
         loss = model(tokens[:, :-1], tokens[:, 1:]).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for reference, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, reference, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -206,8 +204,7 @@ def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_cpu(monkeypatch):
         loss = model(tokens[:, :-1], tokens[:, 1:]).loss
         loss.backward()
         results.append([loss.item(), *(p.grad.to("cpu", copy=True) for p in model.parameters())])
-    for reference, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
 
 
 def test_busy_and_idle_experts_in_bf16_give_the_output_and_gradients_of_fp32():
@@ -251,8 +248,7 @@ def test_zero2_over_nccl_trains_in_bf16_and_resumes(packed, tmp_path, compiled, 
     middle = whole.checkpoint(step=3)
     again = train_on_gpu("zero2", packed, tmp_path / "run", f"{flags} --resume {middle}")
     assert again.column("loss")[-3:] == pytest.approx(losses[-3:], rel=2e-3)
-    for name, tensor in again.tensors().items():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(again.tensors(), weights, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float32 --tf32"])

@@ -7,8 +7,10 @@ import logging
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -77,29 +79,17 @@ def make_app(served: Served) -> FastAPI:
             error = ApiError(error.status_code, f"{request.url.path}: {error.detail}")
         return JSONResponse(error.detail, error.status_code)
 
-    @app.get("/", response_class=HTMLResponse)
-    async def chat_page() -> str:
-        return page
-
     described = {"id": served.name, "object": "model", "created": 0, "owned_by": "local"}
-
-    @app.get("/v1/models")
-    async def models() -> dict:
-        return {"object": "list", "data": [described]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict:
         require_model(served, name)
         return described
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await answer(served, ChatRequest, request)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await answer(served, CompletionRequest, request)
-
+    app.get("/v1/models")(lambda: {"object": "list", "data": [described]})
+    app.get("/", response_class=HTMLResponse)(lambda: page)
+    app.post("/v1/chat/completions")(partial(answer, served, ChatRequest))
+    app.post("/v1/completions")(partial(answer, served, CompletionRequest))
     return app
 
 
@@ -236,13 +226,12 @@ def bind(host: str, port: int) -> socket.socket:
 def once_per_kind() -> Callable[[logging.LogRecord], bool]:
     """Return a logging filter that lets each kind of message pass once, because clients can repeat
     a failure until a disk is full."""
-    seen = set()
+    seen = Counter()
 
     def is_new(record: logging.LogRecord) -> bool:
         kind = record.getMessage().split("\n")[0], record.exc_info and record.exc_info[0]
-        n_seen = len(seen)
-        seen.add(kind)
-        return len(seen) > n_seen
+        seen[kind] += 1
+        return seen[kind] == 1
 
     return is_new
 

@@ -68,17 +68,15 @@ class GenerationRequest(Form):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: int = Field(default_factory=lambda: random.getrandbits(62))
     stop: str | Annotated[list[str], Field(max_length=4)] = []
     n: Literal[1] = 1
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Return the sampling settings of this request; the seed is random if not given. Raises
-        ValueError if a value is out of its limits."""
+        """Return the sampling settings of this request. Raises ValueError if a value is out of its
+        limits."""
         names = {field.name for field in fields(Sampling)}
-        given = self.model_dump(include=names, exclude_none=True)
-        given.setdefault("seed", random.getrandbits(62))
-        return replace(default, **given)
+        return replace(default, **self.model_dump(include=names, exclude_none=True))
 
 
 class ChatRequest(GenerationRequest):
