@@ -10,12 +10,16 @@ import torch
 from conftest import VOCAB_SIZE
 from safetensors.torch import load_file, save_file
 from test_export_hf import some_tokens, write_weights
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from lm.formats.config_json import read_config_json
 from lm.formats.portable import load_portable
 from lm.storage.weights import load_trained
 from scripts import export_hf, import_weights
+
+SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 10}
+SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
+SHAPE |= {"vocab_size": VOCAB_SIZE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +29,7 @@ def weights(packed, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("llama") / "llama")
+    return write_theirs(tmp_path_factory.mktemp("llama") / "llama")
 
 
 @pytest.fixture(scope="module")
@@ -36,30 +40,24 @@ def state(weights) -> dict[str, torch.Tensor]:
     return dict(model.state_dict()) | tables | {"rope.freqs": torch.ones(4)}
 
 
-def write_llama(folder: Path, **changes) -> Path:
-    """Write a Llama folder with transformers alone, without this project's export."""
+def write_theirs(folder: Path, kind: str = "llama", **changes) -> Path:
+    """Write a model of random weights with transformers alone. Its norms are not all one."""
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        **changes,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE | changes))
+    for p in model.parameters():
+        p.data.normal_(0, 0.1) if p.dim() > 1 else p.data.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
     return folder
 
 
-def assert_same_model(ours: Path, llama: Path, atol: float = 1e-5) -> None:
-    """Compare logits in fp64: rounding in fp32 alone makes a difference of 1e-5 on some CPUs."""
-    tokens = some_tokens()
+def assert_same_model(ours: Path, theirs: Path, atol: float = 1e-5) -> None:
+    """Compare logits in fp64: rounding in fp32 alone makes a difference of 1e-5 on some CPUs. The
+    grouped products of experts need fp32."""
+    tokens, model = some_tokens(), load_portable(ours)
+    dtype = torch.float32 if model.config.use_moe else torch.float64
     with torch.no_grad():
-        expected = LlamaForCausalLM.from_pretrained(llama).double()(tokens).logits
-        logits = load_portable(ours).double()(tokens).logits
+        expected = AutoModelForCausalLM.from_pretrained(theirs).to(dtype)(tokens).logits
+        logits = model.to(dtype)(tokens).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(logits, expected, atol=atol, rtol=0)
 
@@ -106,7 +104,7 @@ def test_minimind_experts_are_imported_but_shared_experts_not_exported(packed, t
 def test_llama_3s_rope_scaling_and_head_dim_are_imported_and_exported(packed, tmp_path, version):
     rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 60, "rope_theta": 500.0}
-    llama = write_llama(tmp_path / "llama", head_dim=16, rope_parameters=rope)
+    llama = write_theirs(tmp_path / "llama", head_dim=16, rope_parameters=rope)
     if version == 4:  # keys of config.json as transformers 4 writes them
         base = rope.pop("rope_theta")
         old = {"rope_parameters": None, "rope_scaling": rope, "rope_theta": base}
@@ -194,7 +192,7 @@ def test_prefixes_of_names_are_left_out(llama, tmp_path, add):
     folder = shutil.copytree(llama, tmp_path / "llama")
     save_file(named, folder / "model.safetensors")
     import_weights.main([str(folder), str(tmp_path / "a")])
-    flags = ["--n_heads", "6", "--norm_eps", "1e-6", "--max_seq_len", "64"]
+    flags = ["--n_heads", "8", "--norm_eps", "1e-6", "--rope_theta", "1e6"]
     import_weights.main([str(folder / "model.safetensors"), str(tmp_path / "b"), *flags])
     for name in ("a", "b"):
         assert_same_model(tmp_path / name, llama)
@@ -219,7 +217,7 @@ def test_quantised_weights_and_adapters_are_refused_by_name_with_the_remedy(
         save_file(state | named, folder / "model.safetensors")
         assert says in refusal(import_weights, folder, tmp_path / "out")
         file = folder / "model.safetensors"
-        assert says in refusal(import_weights, file, tmp_path / "out", "--n_heads", "6")
+        assert says in refusal(import_weights, file, tmp_path / "out", "--n_heads", "8")
     (folder / "adapter_config.json").write_text("{}")
     (folder / "config.json").unlink()
     assert "merge_and_unload() of PEFT" in refusal(import_weights, folder, tmp_path / "out")
@@ -239,7 +237,7 @@ def test_only_an_older_import_is_replaced_and_only_with_overwrite(llama, tmp_pat
     assert "pass --overwrite" in refusal(import_weights, llama, out)
     import_weights.main([str(llama), str(out), "--overwrite", "--max_seq_len", "9"])
     assert load_portable(out).config.max_seq_len == 9
-    said = "n_heads 6, norm_eps 1e-06, rope_theta 10000, max_seq_len 9\n"
+    said = "n_heads 8, norm_eps 1e-06, rope_theta 1e+06, max_seq_len 9\n"
     assert said in capsys.readouterr().out
     assert "is no import" in refusal(import_weights, llama, llama, "--overwrite")
     line = refusal(import_weights, llama, tmp_path / "b", "--n_heads", "3")

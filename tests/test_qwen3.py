@@ -6,45 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, error_of
+from conftest import error_of
 from json_tokenizers import write_tokenizer
 from safetensors.torch import load_file
 from test_chat_template import MARKERS, TURNS
-from test_export_hf import logits_of, some_tokens
+from test_import_weights import assert_same_model, write_theirs
 from test_tokenizer import NASTY
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from lm.data.chat_template import TEMPLATE_FILE, JinjaTemplate, encode_chat_prompt
 from lm.data.conversations import Turn
-from lm.formats.portable import load_portable
 from lm.inference.generation import StreamedText
 from lm.inference.sampling import Sampling
 from lm.storage.weights import load_trained
 from scripts import export_hf, import_weights
 
-SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 10}
-SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
-SHAPE |= {"vocab_size": VOCAB_SIZE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 KINDS = {"qwen3": {}, "qwen3_moe": EXPERTS | {"norm_topk_prob": True}}
-
-
-def write_qwen3(folder: Path, kind: str = "qwen3", **changes) -> Path:
-    """Write a Qwen3 of random weights with transformers alone. Its norms are not all one."""
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(kind, **SHAPE | KINDS[kind] | changes)
-    model = AutoModelForCausalLM.from_config(config)
-    for p in model.parameters():
-        p.data.normal_(0, 0.1) if p.dim() > 1 else p.data.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
-    return folder
-
-
-def assert_close_logits(folder: Path, expected: torch.Tensor) -> None:
-    assert expected.std() > 0.1
-    with torch.no_grad():
-        ours = load_portable(folder)(some_tokens()).logits
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -52,25 +30,24 @@ def assert_close_logits(folder: Path, expected: torch.Tensor) -> None:
 def test_a_qwen3_of_transformers_has_equal_logits_here_and_when_exported_again(
     packed, tmp_path, kind, tied
 ):
-    source = write_qwen3(tmp_path / "theirs", kind, tie_word_embeddings=tied)
+    source = write_theirs(tmp_path / "theirs", kind, tie_word_embeddings=tied, **KINDS[kind])
     flags = ["--tokenizer", str(packed / "tokenizer.model")]
     import_weights.main([str(source), str(tmp_path / "ours"), *flags])
-    expected = logits_of(source)
-    assert_close_logits(tmp_path / "ours", expected)
+    assert_same_model(tmp_path / "ours", source)
     export_hf.main([str(tmp_path / "ours"), str(tmp_path / "back")])
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind
     names, theirs = (
         load_file(tmp_path / x / "model.safetensors").keys() for x in ("back", "theirs")
     )
     assert names == theirs  # no shared expert is faked
-    torch.testing.assert_close(logits_of(tmp_path / "back"), expected, atol=1e-5, rtol=0)
+    assert_same_model(tmp_path / "ours", tmp_path / "back")
 
 
 def write_minimind_3(folder: Path, kind: str) -> dict:
     """Write a MiniMind-3, which is a tied Qwen3, with MiniMind's config.json; return its weights.
     MiniMind writes the settings of experts for dense models too."""
     one = {"num_experts": 4, "num_experts_per_tok": 1} if kind == "qwen3_moe" else {}
-    write_qwen3(folder, kind, tie_word_embeddings=True, **one)
+    write_theirs(folder, kind, tie_word_embeddings=True, **KINDS[kind] | one)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     written = json.loads((folder / "config.json").read_text())
@@ -98,7 +75,7 @@ def test_minimind_3_has_equal_logits_here(tmp_path, refusal, capsys, form, kind)
         assert "pass --num_experts_per_tok (minimind-3-moe has 1)" in line
         flags = ["--num_experts_per_tok", "1"]
     import_weights.main([str(source), str(tmp_path / "out"), *flags])
-    assert_close_logits(tmp_path / "out", logits_of(tmp_path / "theirs"))
+    assert_same_model(tmp_path / "out", tmp_path / "theirs")
     said = capsys.readouterr().out.splitlines()[-1]
     if form == "state dict":
         assert "n_heads 8, norm_eps 1e-06 (assumed), rope_theta 1e+06 (assumed)" in said
@@ -139,7 +116,7 @@ TEMPLATE = """\
 
 def write_chat_model(folder: Path, texts: list[str], listed: bool = False) -> Path:
     """Write a Qwen3 with a tokenizer.json and a chat template, as transformers 4 writes it."""
-    write_tokenizer(write_qwen3(folder), "llama3", texts, names=("<think>", "</think>"))
+    write_tokenizer(write_theirs(folder, "qwen3"), "llama3", texts, names=("<think>", "</think>"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = TEMPLATE
     if listed:  # as in models with several templates; the tokenizer has no bos_token

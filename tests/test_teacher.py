@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import error_of
 from small_model import opinionated, save_model
-from test_import_weights import write_llama
+from test_import_weights import write_theirs
 
 from lm.data.dataset import PackedDataset
 from lm.formats.import_weights import import_weights
@@ -42,7 +42,7 @@ def test_a_teacher_has_its_weights_in_the_training_precision(weights, engine, dt
 
 
 def test_a_hugging_face_llama_teaches_without_an_import_but_with_the_same_weights(engine, tmp_path):
-    llama = write_llama(tmp_path / "llama")
+    llama = write_theirs(tmp_path / "llama")
     found = find(llama)
     import_weights(llama, tmp_path / "imported")
     imported = WeightsFolder.find(str(tmp_path / "imported"))

@@ -57,21 +57,23 @@ def import_weights(
     Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced."""
     given = {name: value for name, value in flags.items() if value is not None}
     with new_folder(out, "import", partial(has_setting, "n_layers"), overwrite) as folder:
-        assumed = {}
         if source.is_dir():
             said, weights = read_config_json(source).to_dict(), read_hugging_face(source)
-            config = build_config(said | given, source)
         else:
             content, said = _state_dict(source)
             weights = our_weights(content.items(), str(source))
-            assumed = DEFAULTS | (NORMED if any("q_norm" in name for name in weights) else {})
-            assumed |= EXPERTS if any(".experts." in name for name in content) else {}
-            config = _config_from_shapes(weights, assumed | said | given, source)
-            if any(".self_attn." in name for name in content):  # Hugging Face's names
-                weights = {x: reordered(config, x, weights[x], THEIR_ORDER) for x in weights}
         for name in said.keys() & given.keys() - {"max_seq_len"}:
             if said[name] != given[name]:
                 raise UsageError(f"drop --{name}: the settings of {source} say {said[name]}")
+        settings, assumed = said | given, {}
+        if source.is_dir():
+            config = build_config(settings, source)
+        else:
+            assumed = DEFAULTS | (NORMED if any("q_norm" in name for name in weights) else {})
+            assumed |= EXPERTS if any(".experts." in name for name in content) else {}
+            config = _config_from_shapes(weights, assumed | settings, source)
+            if any(".self_attn." in name for name in content):  # Hugging Face's names
+                weights = {x: reordered(config, x, weights[x], THEIR_ORDER) for x in weights}
         require_fit(without_memory(config), weights, str(source))
         names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
         save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
@@ -86,9 +88,8 @@ def import_weights(
         known = {open_tokenizer(folder).eos_id} if tokenizer_in(folder).exists() else set()
         if len(ends | known) > 1:
             write_json(folder / GENERATION_FILE, {"eos_token_id": sorted(ends)})
-    assumed = assumed.keys() - (said | given)
     shown = (
-        f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed)}"
+        f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed.keys() - settings)}"
         for name in ("n_heads", *DEFAULTS, *(EXPERTS if config.use_moe else ()))
     )
     return f"{out}: weights of {source}, {copied}\n{', '.join(shown)}"
