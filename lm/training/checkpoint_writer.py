@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from lm.common.atomic import remove
 from lm.common.errors import UsageError
@@ -86,7 +84,7 @@ def prune(run: RunFolder, keep_last: int) -> None:
 
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: LossMeter) -> None:
     """Load model, optimizer, `meter` and, for the same number of processes, the random generators.
-    Every process must call this. Raises UsageError or ConfigError if the files cannot be used."""
+    Every process must call this. Raises UsageError if the files cannot be used."""
     rank, device = engine.accelerator.process_index, engine.accelerator.device
 
     def attempt() -> None:
@@ -94,7 +92,7 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
             scalars, moments = files.read_state(path), load_tensors(path / files.OPTIMIZER)
             state.load(files.saved_weights(path), moments, scalars, str(path))
             ranks = [{} for _ in range(scalars["processes"])]
-            for name, value in load_file(path / files.RANDOM).items():
+            for name, value in load_tensors(path / files.RANDOM).items():
                 number, _, key = name.partition(".")
                 ranks[int(number)][key] = value
             meter.load_state(ranks, rank)
@@ -102,7 +100,7 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
                 restore_random(ranks[rank], device)
             elif engine.is_main:
                 print("the number of processes has changed: any dropout masks change", flush=True)
-        except (SafetensorError, OSError, LookupError) as error:
-            raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
+        except LookupError as error:
+            raise UsageError(f"checkpoint {path} has no {error}") from error
 
     on_every_process(engine, attempt)

@@ -83,7 +83,7 @@ class TeacherWeights:
     def load(self, engine: Engine, dtype: str) -> Transformer:
         """Return the teacher on its device, with weights in `dtype`, which are not trained. Every
         process must call this, and the teacher. The random state changes, so `build_model` sets the
-        seed later. Raises UsageError or ConfigError if the weights cannot be read."""
+        seed later. Raises UsageError if the weights cannot be read."""
         if self.zero:
             model = load_divided(self.zero, self.source)
         else:

@@ -81,11 +81,10 @@ def how_to_resume(run: Path | str) -> str:
 
 def python() -> str:
     """Return the command of this Python: "python" if the user's PATH leads to it, else its path."""
-    beside = Path(sys.executable).with_name("python")  # it may run as python3.11
-    if not (beside.exists() and beside.samefile(sys.executable)):
-        beside = Path(sys.executable)
+    here, executable = Path.cwd(), Path(sys.executable)  # it may run as python3.11
     # run_accelerate.sh changes PATH, and sets TYPED_PATH.
-    if shutil.which("python", path=os.environ.get("TYPED_PATH")) == str(beside):
+    found = Path(shutil.which("python", path=os.environ.get("TYPED_PATH")) or "")
+    if found.parent == executable.parent and found.samefile(executable):
         return "python"
-    here = Path.cwd()
-    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
+    inside = executable.is_relative_to(here)
+    return shlex.quote(str(executable.relative_to(here) if inside else executable))
