@@ -15,17 +15,17 @@ from lm.common.atomic import (
     new_folder,
     one_at_a_time,
     remove,
-    whole_file,
+    whole,
     whole_folder,
     write_whole,
 )
 
 
-def write(whole, path: Path, text: str, error: type[BaseException] | None = None) -> None:
+def write(context, path: Path, text: str, error: type[BaseException] | None = None) -> None:
     """Write a file or a one-file folder; raise `error`, if given, before the rename.
-    `whole` is whole_file or whole_folder."""
-    with whole(path) as partial:
-        (partial if whole is whole_file else partial / "file").write_text(text)
+    `context` is whole or whole_folder."""
+    with context(path) as partial:
+        (partial / "file" if partial.is_dir() else partial).write_text(text)
         if error:
             raise error
 
@@ -49,15 +49,15 @@ def text_of(path: Path) -> str:
     return (path / "file").read_text()
 
 
-@pytest.mark.parametrize("whole", [whole_file, whole_folder])
-def test_a_file_or_folder_appears_only_when_whole_and_replaces_an_older_one(tmp_path, whole):
+@pytest.mark.parametrize("context", [whole, whole_folder])
+def test_a_file_or_folder_appears_only_when_whole_and_replaces_an_older_one(tmp_path, context):
     with pytest.raises(KeyboardInterrupt):
-        write(whole, tmp_path / "new", "half", KeyboardInterrupt)
+        write(context, tmp_path / "new", "half", KeyboardInterrupt)
     assert names(tmp_path) == []
     for text in ("first", "second"):
-        write(whole, tmp_path / "new", text)
+        write(context, tmp_path / "new", text)
         with pytest.raises(KeyboardInterrupt):
-            write(whole, tmp_path / "new", "half", KeyboardInterrupt)
+            write(context, tmp_path / "new", "half", KeyboardInterrupt)
         assert names(tmp_path) == ["new"]
         assert text_of(tmp_path / "new") == text
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPOSITORY, clean_environment
+from conftest import REPOSITORY, clean_environment, run
 
 from lm.common import errors
 from lm.common.errors import (
@@ -68,7 +68,7 @@ FAILS = """
 
 def command(lines: str) -> dict:
     """Return arguments for `subprocess` that run these lines with Python's usual buffering."""
-    environ = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    environ = os.environ | {"PYTHONUNBUFFERED": ""}
     return {"args": [sys.executable, "-c", PROGRAM + lines], "cwd": REPOSITORY, "env": environ}
 
 
@@ -94,9 +94,9 @@ def test_characters_that_stdout_cannot_encode_are_printed_as_escapes(encoding):
 
 
 def test_libraries_read_their_files_as_utf_8_in_every_locale():
-    program = command("    print(open('/dev/null').encoding)")
-    program["env"] |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    assert subprocess.run(**program, capture_output=True).stdout.lower() == b"utf-8\n"
+    program = "import lm.common; print(open('/dev/null').encoding)"
+    environ = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert run([sys.executable, "-c", program], **environ).out.lower() == "utf-8\n"
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,10 @@ def test_libraries_read_their_files_as_utf_8_in_every_locale():
     ],
 )
 def test_output_that_is_closed_or_full_leaves_no_traceback(output, lines, code, says):
-    program = command(f"    {lines}")
-    program["args"] = ["sh", "-c", f'exec "$@" {output}', "sh", *program["args"]]
-    ended = subprocess.run(**program, stderr=subprocess.PIPE, text=True)
-    assert (ended.returncode, ended.stderr[: len(says)]) == (code, says)
-    assert ended.stderr.count("\n") == 1
+    program = [sys.executable, "-c", f"{PROGRAM}    {lines}"]
+    ended = run(["sh", "-c", f'exec "$@" {output}', "sh", *program], PYTHONUNBUFFERED="")
+    assert (ended.code, ended.out[: len(says)]) == (code, says)
+    assert ended.out.count("\n") == 1
 
 
 def test_a_machines_first_rank_prints_its_error_at_once_and_other_ranks_wait(capsys, monkeypatch):
@@ -136,14 +135,8 @@ def test_a_machines_first_rank_prints_its_error_at_once_and_other_ranks_wait(cap
 def test_ctrl_c_during_the_imports_prints_one_line(tmp_path):
     """A module of the test replaces torch. Importing it raises KeyboardInterrupt, like Ctrl-C."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
-    ended = subprocess.run(
-        [sys.executable, "train_pretrain_accelerate.py"],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert (ended.returncode, ended.stderr) == (130, "train_pretrain_accelerate: stopped\n")
+    ended = run([sys.executable, "train_pretrain_accelerate.py"], PYTHONPATH=str(tmp_path))
+    assert (ended.code, ended.out) == (130, "train_pretrain_accelerate: stopped\n")
 
 
 CHILD = """

@@ -20,42 +20,37 @@ DELETING = ".deleting"  # suffix of the temporary name of a path that is being d
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path at which to write a file; then rename the file to `path`."""
-    partial = path.with_name(path.name + PARTIAL)
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary path at which to write a file or a folder; then rename it to `path`. An old
+    file or folder is replaced."""
+    partial, old = (path.with_name(path.name + suffix) for suffix in (PARTIAL, DELETING))
+    remove(partial)  # left by a process that was killed
     try:
         yield partial
-        sync(partial)
+        for each in (*partial.rglob("*"), partial):
+            sync(each)
+        if partial.is_dir() and path.exists():
+            remove(old)
+            path.rename(old)
         partial.replace(path)
         sync(path.parent)
+        remove(old)
     finally:
-        partial.unlink(missing_ok=True)
+        remove(partial)
 
 
 def write_whole(path: Path, content: str) -> None:
     """Write a text file atomically."""
-    with whole_file(path) as partial:
+    with whole(path) as partial:
         partial.write_text(content, encoding="utf-8")
 
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write into; then rename it to `out`. An old `out` is deleted."""
-    partial, old = out.with_name(out.name + PARTIAL), out.with_name(out.name + DELETING)
-    remove(partial)  # left by a process that was killed
-    partial.mkdir(parents=True)
-    try:
+    """Make a temporary folder and yield it, as `whole` does."""
+    with whole(out) as partial:
+        partial.mkdir(parents=True)
         yield partial
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-        if out.exists():
-            remove(old)
-            out.rename(old)
-        partial.rename(out)
-        sync(out.parent)
-        remove(old)
-    finally:
-        remove(partial)
 
 
 def new_folder(
@@ -110,7 +105,7 @@ def sync(path: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a file or folder. A folder is renamed first, so `path` never names a part of it."""
     with suppress(OSError):
-        if path.is_file():
+        if not path.is_dir():
             path.unlink()
         elif path.suffix != DELETING:
             doomed = path.with_name(path.name + DELETING)

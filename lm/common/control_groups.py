@@ -4,10 +4,8 @@ from contextlib import suppress
 from pathlib import Path
 
 # Controller → the files of its limit, in version 2 and in version 1 of cgroup.
-LIMITS = {
-    "cpu": (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
-    "memory": (("memory.max",), ("memory.limit_in_bytes",)),
-}
+LIMITS = {"cpu": ("cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")}
+LIMITS |= {"memory": ("memory.max", "memory.limit_in_bytes")}
 
 
 def group_limits(controller: str) -> dict[Path, list[int]]:
@@ -23,7 +21,7 @@ def group_limits(controller: str) -> dict[Path, list[int]]:
         group = Path("/sys/fs/cgroup", controller if names else "", path.lstrip("/"))
         for above in (group, *group.parents):
             with suppress(OSError, ValueError):  # no such file here, or no limit: "max"
-                files = LIMITS[controller][bool(names)]
+                files = LIMITS[controller][bool(names)].split()
                 words = " ".join((above / file).read_text() for file in files).split()
                 if int(words[0]) > 0:  # -1: no limit
                     found[above] = [int(word) for word in words]

@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import os
-import select
 import signal
 import sys
 import time
@@ -84,13 +83,6 @@ def end_with_launcher() -> None:
             signal.raise_signal(LAUNCHER_ENDED)
 
 
-def _nobody_reads() -> bool:
-    """Return True if the reader of stdout has closed its end of the pipe, or the terminal."""
-    output = select.poll()
-    output.register(STDOUT, 0)  # 0: report errors only
-    return bool(output.poll(0))
-
-
 @contextmanager
 def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
     """Turn the expected exceptions and a full disk into one line and exit code 2. If the program
@@ -100,16 +92,16 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         print(end="", flush=True)  # not sys.stdout.flush(): a shell may have closed stdout
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
-        unread = number in (errno.EPIPE, errno.EIO) and _nobody_reads()  # EIO: of a terminal
+        broken = number in (errno.EPIPE, errno.EIO)  # EIO: of a terminal
         disk_full = number in (errno.ENOSPC, errno.EDQUOT)
-        if not unread and not disk_full and not isinstance(error, expected):
-            raise
         try:
-            print(end="", flush=True)
+            print(end="\n" * broken, flush=True)  # fails if it was stdout that is broken
         except OSError:  # discard the rest, which the interpreter would flush when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
-        if unread:
-            sys.exit(128 + signal.SIGPIPE)
+            if broken:
+                sys.exit(128 + signal.SIGPIPE)
+        if not disk_full and not isinstance(error, expected):
+            raise
         # Most errors are the same on every rank. So the first rank of a machine reports at once.
         # The other ranks wait, so that the launcher ends them before they print the same error.
         rank = int(os.environ.get("RANK", 0))

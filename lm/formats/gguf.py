@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-from lm.common.atomic import whole_file
+from lm.common.atomic import whole
 from lm.common.errors import UsageError
 from lm.data.chat_template import PLAIN_JINJA
 from lm.data.tokenizer import JsonTokenizer, Tokenizer
@@ -110,7 +110,7 @@ def export_gguf(
     add_tensors(writer, model, file_type)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with whole_file(out) as partial:
+        with whole(out) as partial:
             writer.write_header_to_file(partial)
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
