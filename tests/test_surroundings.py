@@ -2,14 +2,12 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from accelerate.tracking import TensorBoardTracker
-from conftest import REPOSITORY, TINY, pack
+from conftest import REPOSITORY, TINY, pack, run
 
 from lm.storage.checkpoint import RunFolder
 from lm.storage.find import PRETRAINING
@@ -134,6 +132,6 @@ def test_charts_are_drawn_in_any_surroundings(tmp_path, surroundings):
         "plot(chart).savefig('loss.png')\n"
         "assert '</svg>' in draw(chart)\n"
     )
-    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)} | surroundings
-    subprocess.run([sys.executable, "-c", script], env=environ, cwd=tmp_path, check=True)
+    environ = {"PYTHONPATH": str(REPOSITORY)} | surroundings
+    run([sys.executable, "-c", script], tmp_path, **environ).worked()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

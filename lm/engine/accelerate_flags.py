@@ -1,8 +1,4 @@
-"""Flags that Accelerate's launcher and its DeepSpeed file decide, if the user has not typed them.
-
-They decide the precision (Accelerate's --mixed_precision, or a precision that the file switches
-on) and the learning rate (the file's "scheduler"). A typed flag that contradicts them is an error.
-"""
+"""Flags that Accelerate's launcher and its DeepSpeed file decide, unless they are typed."""
 
 import os
 import re
@@ -39,9 +35,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}  # Accelerate'
 
 
 def with_accelerate_flags(
-    typed: dict[str, Any],
-    precision: str | None = None,
-    saved: dict[str, Any] | None = None,
+    typed: dict, precision: str | None = None, saved: dict | None = None
 ) -> dict[str, Any]:
     """Return the typed flags, those that the launcher and its DeepSpeed file decide, and, for the
     other flags, the values of a run that is resumed: `saved`.

@@ -88,11 +88,7 @@ def obstacle(device: torch.device) -> str | None:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as error:  # a compiler that is missing or broken can raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        folders = (
-            os.environ.get(CACHE_VARIABLE, ""),
-            gettempdir(),
-            str(Path(torch.__file__).parent),
-        )
+        folders = (os.environ.get(CACHE_VARIABLE, ""), gettempdir(), torch.__path__[0])
         torn = re.search(r"C\+\+ compile error|No closing quotation", str(error))
         if torn and (broken := [*filter(BREAKS.search, folders)]):
             reason = f"a space or quote breaks PyTorch's C++ command: move {broken[0]}"

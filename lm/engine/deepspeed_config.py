@@ -1,8 +1,4 @@
-"""Merge DeepSpeed's JSON file and the training flags into one configuration.
-
-Flags replace "auto" where possible. The file's "scheduler" and precision become training flags.
-Contradictions with flags and unsupported keys are errors.
-"""
+"""Merge DeepSpeed's JSON file and the training flags into one configuration."""
 
 import json
 import os
@@ -55,11 +51,8 @@ REFUSED = {
     "zero_optimization.offload_optimizer.": "super_offload",
 }
 # Prefixes of all sections whose keys are read here, each after the section in which it is.
-SECTIONS = (
-    "aio. bf16. bfloat16. fp16. data_types. flops_profiler. timers. optimizer. optimizer.params. "
-    "scheduler. scheduler.params. zero_optimization.offload_optimizer. "
-    "zero_optimization.offload_param."
-)
+SECTIONS = (*KNOWN, *REFUSED, "bfloat16.", "scheduler.", "scheduler.params.")
+SECTIONS += ("zero_optimization.offload_param.",)
 # DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → --lr_schedule.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 # Parameters of schedules that become flags, or have no effect here.
@@ -101,7 +94,7 @@ def read_file(path: str) -> dict:
         raise UsageError(f"DeepSpeed file {path}: no readable JSON ({reason(error)})") from error
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         raise UsageError(f'DeepSpeed configuration {path}: needs a "zero_optimization" section')
-    for prefix in SECTIONS.split():
+    for prefix in SECTIONS:
         if not isinstance(value := section_of(config, prefix), dict):
             said = f'"{prefix[:-1]}" must be a section in braces, not {json.dumps(value)}'
             raise UsageError(f"{path}: {said}")

@@ -3,18 +3,11 @@
 import json
 import os
 import select
-import shutil
 import subprocess
 from pathlib import Path
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SILENCE_SECONDS = 600  # a browser that sends nothing for this long counts as hung
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
-
-
-def find_browser() -> str | None:
-    """Return the variable CHROMIUM if set, else the path of the first of NAMES on PATH, or None."""
-    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
@@ -100,7 +93,7 @@ class Browser:
         return json.loads(message)
 
     def _note(self, event: dict) -> None:
-        if event.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
-            self.problems.append(json.dumps(event["params"]))
-        if event.get("method") == "Runtime.consoleAPICalled" and event["params"]["type"] == "error":
-            self.problems.append(json.dumps(event["params"]))
+        kind, params = event.get("method"), event.get("params", {})
+        is_error = kind == "Runtime.consoleAPICalled" and params["type"] == "error"
+        if is_error or kind in ("Runtime.exceptionThrown", "Log.entryAdded"):
+            self.problems.append(json.dumps(params))

@@ -18,28 +18,23 @@ FLAGS = (
     f"--max_steps {STEPS} --save_interval {FIRST} --eval_interval 4 --eval_samples 16 "
     "--dropout 0.1 --dtype bfloat16 --learning_rate 3e-3 --accumulation_steps 2 --keep_last 9 "
 )
-ENGINES = {
-    "DDP": ("ddp", 2, ""),
-    # Only one of the processes has a sequence to validate. Under ZeRO-3 none can compute alone.
-    "ZeRO-3 on the CPU": ("configs/zero3_offload.yaml", 2, "--eval_samples 1"),
-    # For ZeRO-1 in bf16 with fp32 gradients, DeepSpeed's optimizer class is not that of ZeRO-2.
-    "ZeRO-1, Muon": ("configs/zero1.yaml", 2, "--optimizer muon --qk_norm"),
-    # The run is resumed with --compile auto, which keeps the choice of the first launch.
-    "compiled": ("plain", 1, "--dropout 0 --compile on --sampled_softmax 4"),
-}
+COMPILED = "--dropout 0 --compile on --sampled_softmax 4"
 NO_COMPILER = not (
     shutil.which("g++") and Path(sysconfig.get_paths()["include"], "Python.h").exists()
 )
 
 
 @pytest.mark.parametrize(
-    ("name", "step", "resume"),
+    ("engine", "processes", "more", "step", "resume"),
     [
-        ("DDP", FIRST, "{path}/checkpoints/step-00000005"),
-        ("ZeRO-3 on the CPU", SECOND, "auto"),
-        ("ZeRO-1, Muon", FIRST, "{path}"),
+        ("ddp", 2, "", FIRST, "{path}/checkpoints/step-00000005"),
+        # Only one of the processes has a sequence to validate. Under ZeRO-3 none can compute alone.
+        ("configs/zero3_offload.yaml", 2, "--eval_samples 1", SECOND, "auto"),
+        # For ZeRO-1 in bf16 with fp32 gradients, DeepSpeed's optimizer class is not that of ZeRO-2.
+        ("configs/zero1.yaml", 2, "--optimizer muon --qk_norm", FIRST, "{path}"),
+        # The run is resumed with --compile auto, which keeps the choice of the first launch.
         pytest.param(
-            *("compiled", FIRST, "auto"),
+            *("plain", 1, COMPILED, FIRST, "auto"),
             marks=[
                 pytest.mark.variant,
                 pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler (g++)"),
@@ -48,12 +43,11 @@ NO_COMPILER = not (
     ],
 )
 def test_a_resumed_run_equals_a_whole_run_to_the_bit(
-    name, step, resume, packed, tmp_path, monkeypatch, path_without_compilers
+    engine, processes, more, step, resume, packed, tmp_path, monkeypatch, path_without_compilers
 ):
     """The other engines: test_reliability.py kills and stops their runs."""
-    if name != "compiled":  # with a compiler, DeepSpeed would compile its AdamW for the CPU
+    if more != COMPILED:  # with a compiler, DeepSpeed would compile its AdamW for the CPU
         monkeypatch.setenv("PATH", path_without_compilers)
-    engine, processes, more = ENGINES[name]
     flags = f"{FLAGS} --batch_size {32 // processes} {more}"
     whole = train(engine, processes, packed, tmp_path / "whole", flags)
     path = whole.stopped_after(step, tmp_path / "stopped")
@@ -61,7 +55,7 @@ def test_a_resumed_run_equals_a_whole_run_to_the_bit(
     flags = f"{flags.replace('--compile on', '')} --resume {resume.format(path=path)}"
     resumed = train(engine, processes, packed, path, flags)
     assert f"starts from: step-{step:08d}" in resumed.out
-    assert ("compiled: yes" in resumed.out) == (name == "compiled")
+    assert ("compiled: yes" in resumed.out) == (more == COMPILED)
     assert whole.rows()[-1]["epoch"] > 1 > whole.rows()[FIRST]["epoch"]
     assert resumed.ends_as(whole)
     for key in ("step", "loss", "grad_norm", "learning_rate", "epoch", "tokens"):
@@ -71,7 +65,7 @@ def test_a_resumed_run_equals_a_whole_run_to_the_bit(
     assert last["val_samples"] == (1 if "--eval_samples 1" in more else 16)
     # The random state changes, so equal ends prove that it was restored.
     first, last = (whole.tensors("random", step)["0.cpu"] for step in (FIRST, STEPS))
-    assert torch.equal(first, last) == (name == "compiled")
+    assert torch.equal(first, last) == (more == COMPILED)
     weights = resumed.tensors().values()  # the weights are fp32 although the run computes in bf16
     assert not all(torch.equal(w, w.bfloat16().float()) for w in weights)
 
