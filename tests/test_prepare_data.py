@@ -177,7 +177,6 @@ def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
 
 CHANGES = {  # name → function that makes the change and returns its flags
     "other text": lambda: write_corpus(Path("sums.jsonl"), 70) and [],
-    "another val_fraction": lambda: ["--val_fraction", "0.3"],
     "a given tokenizer": lambda: ["--tokenizer", shutil.copy("out/data/sums/tokenizer.model", "t")],
     "a damaged tokenizer": lambda: Path("out/data/sums/tokenizer.model").write_text("") or [],
 }
