@@ -76,9 +76,8 @@ class JinjaTemplate:
             template = self._jinja.from_string(self.source)
             text = template.render(messages=messages, add_generation_prompt=True, **self.tokens)
         except Exception as error:  # whatever a template's expressions raise
-            raise UsageError(
-                f"the model's chat template: {' '.join(str(error).split())}"
-            ) from error
+            said = " ".join(str(error).split())
+            raise UsageError(f"the model's chat template: {said}") from error
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 

@@ -33,15 +33,7 @@ SECTION_BYTES = 16 * 1024  # bytes of the largest document of a .txt or .py, by 
 CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
 BATCH_ROWS = 64  # rows of Parquet in memory at once
 # What gzip, csv and pyarrow raise for damaged files.
-DAMAGE = (
-    OSError,
-    EOFError,
-    ValueError,
-    LookupError,
-    NotImplementedError,
-    zlib.error,
-    csv.Error,
-)
+DAMAGE = (OSError, EOFError, ValueError, LookupError, NotImplementedError, zlib.error, csv.Error)
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.
 LONGEST_FIELD = 1 << 26  # characters
 DELIMITERS = (",", ";", "\t", "|")  # of a .csv; Excel writes semicolons in much of Europe
