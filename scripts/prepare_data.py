@@ -59,7 +59,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error("--conversations needs the tokenizer of the model: pass --tokenizer")
     args.data = args.conversations or args.data or BUILTIN
     args.kind = TEXT if args.conversations is None else CONVERSATIONS
-    args.out = args.out or default_out(args.data, kind=args.kind)
+    args.out = args.out or default_out(args.data, is_chat=args.kind == CONVERSATIONS)
     return args
 
 

@@ -168,7 +168,7 @@ def test_an_empty_validation_split_gives_a_warning_unless_val_fraction_is_0(work
 def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
     for data in ("c.txt", "/a/c.jsonl", "/a/c.jsonl.gz", "c.jsonl.zst", "c.parquet", "/a/c/."):
         assert default_out(data) == Path("out/data/c")
-    assert default_out("/a/v1.5.jsonl", kind="conversations").name == "v1.5-chat"
+    assert default_out("/a/v1.5.jsonl", is_chat=True).name == "v1.5-chat"
     assert default_out(".").name == workplace.name
     small = default_out("c.txt", "--vocab_size 2000")
     assert small == default_out("c.txt", "  --vocab_size   2000 ")

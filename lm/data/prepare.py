@@ -34,14 +34,7 @@ from lm.data.corpus import (
     text_size,
 )
 from lm.data.encoding import Document, Encoded, documents_in, encode_all, encode_batch
-from lm.data.shards import (
-    CONVERSATIONS,
-    TEXT,
-    ShardWriter,
-    is_prepared,
-    read_description,
-    write_description,
-)
+from lm.data.shards import TEXT, ShardWriter, is_prepared, read_description, write_description
 from lm.data.tokenizer import TOKENIZER_FILE, copy_tokenizer, open_tokenizer, tokenizer_hash
 from lm.data.tokenizer_training import train_tokenizer
 
@@ -176,9 +169,9 @@ class Preparation:
         return None
 
     def _records(self, files: list[str]) -> Iterator[Record]:
-        if self.kind == CONVERSATIONS:
-            return conversation_records(files)
-        return read_records(files, (self.text_column,), self.defaults.section_bytes)
+        if self.kind == TEXT:
+            return read_records(files, (self.text_column,), self.defaults.section_bytes)
+        return conversation_records(files)
 
     def _counted(self, progress: Callable[[int], None]) -> Iterator[Record]:
         for record in self._records(self.files):
@@ -272,14 +265,14 @@ class Preparation:
         }
 
 
-def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
+def default_out(data: str, flags: str = "", is_chat: bool = False) -> Path:
     """Return the folder for prepared data: out/data/ and the data's name without its suffix.
     A hash of `flags` follows if there are flags. Conversations have "-chat" at the end."""
     name = Path(data).resolve().name if data != BUILTIN else BUILTIN
     name = name[: len(name) - len(suffix_of(name))]
     if words := flags.split():
         name += "-" + hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
-    return Path("out/data") / (name if kind == TEXT else f"{name}-chat")
+    return Path("out/data") / (f"{name}-chat" if is_chat else name)
 
 
 def conversations_out(conversations: str, tokenizer: Path) -> Path:
@@ -289,4 +282,4 @@ def conversations_out(conversations: str, tokenizer: Path) -> Path:
     words = [tokenizer_hash(tokenizer)]
     if conversations != BUILTIN:
         words.append(str(Path(conversations).resolve()))
-    return default_out(conversations, " ".join(words), CONVERSATIONS)
+    return default_out(conversations, " ".join(words), is_chat=True)
