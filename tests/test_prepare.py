@@ -259,14 +259,13 @@ def test_skipping_bad_documents_is_advised_only_if_it_keeps_half_of_the_file(
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     said = error_of(pack, tmp_path, tmp_path / "out", kind=kind, tokenizer=lossy)
     assert ("--skip_bad_lines" in said) == (share < 0.5)
-    assert ("350 of 500 documents tried in this file are bad" in said) == (share > 0.5)
 
 
 def test_lines_after_an_open_quote_and_texts_between_markers_count_as_documents(tmp_path, lossy):
     (path := tmp_path / "a.csv").write_text('id,text\n1,a\n2,"b\n' + "3,c\n" * 100)
     said = error_of(pack, path, tmp_path / "out", tokenizer=lossy)
     assert "line 3: cannot be read" in said
-    assert "101 of 102 documents tried in this file are bad" in said
+    assert "--skip_bad_lines" not in said
     # Too little text is left for a tokenizer: the bad line is the reason.
     assert "line 3: cannot be read" in error_of(pack, path, tmp_path / "out")
     for n_good, advised in ((2, True), (0, False)):

@@ -38,7 +38,7 @@ from lm.data.shards import TEXT, ShardWriter, is_prepared, read_description, wri
 from lm.data.tokenizer import TOKENIZER_FILE, copy_tokenizer, open_tokenizer, tokenizer_hash
 from lm.data.tokenizer_training import train_tokenizer
 
-SKIP_HINT = "scripts.prepare_data --skip_bad_lines skips and counts such documents"
+SKIP_HINT = "; scripts.prepare_data --skip_bad_lines skips and counts such documents"
 # With a tokenizer trained on three times as much text, a text has only 1% fewer tokens.
 SAMPLE_BYTES = 4_000_000
 # Share of the built-in conversations for validation. It is large, because they hold little text.
@@ -236,9 +236,7 @@ class Preparation:
             first_bad = first_bad or next(iter(encoded.bad), None)
             if first_bad and not self.skip_bad_lines:
                 path, problem = first_bad
-                n_bad, n_good = bad[path], good[path]
-                tally = f"{n_bad:,} of {n_bad + n_good:,} documents tried in this file are bad"
-                raise UsageError(f"{problem}; {SKIP_HINT if n_bad <= n_good else tally}")
+                raise UsageError(problem + (SKIP_HINT if bad[path] <= good[path] else ""))
             for document in encoded.documents:
                 if document.path in for_val or document.number / 2**64 < self.val_fraction:
                     waiting.append(document)
