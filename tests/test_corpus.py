@@ -218,7 +218,7 @@ WRONG_TABLES = [
 
 @pytest.mark.parametrize(("name", "content", "reason"), WRONG_TABLES)
 def test_a_wrong_table_is_an_error_with_the_reason(tmp_path, monkeypatch, name, content, reason):
-    monkeypatch.setattr(corpus, "LONGEST_FIELD", 1000)
+    monkeypatch.setattr(corpus, "LONGEST", 1000)
     assert reason in one_line(write(tmp_path / name, content))
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from lm.common.errors import UsageError
 from lm.common.parser import is_text
-from lm.data.json_objects import json_objects
+from lm.data.json_objects import CHUNK_BYTES, LONGEST, json_objects
 
 BUILTIN = "builtin"  # the source of Python's standard library, about 12 MB without its tests
 TEXT_COLUMN = "text"
@@ -30,12 +30,9 @@ SUFFIXES = (".txt", *JSON, ".csv", ".tsv", ".parquet")
 # Files of a folder that describe a data set. Hugging Face's `datasets` does not read them either.
 ABOUT_DATA = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
 SECTION_BYTES = 16 * 1024  # bytes of the largest document of a .txt or .py, by default
-CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
 BATCH_ROWS = 64  # rows of Parquet in memory at once
 # What gzip, csv and pyarrow raise for damaged files.
 DAMAGE = (OSError, EOFError, ValueError, LookupError, NotImplementedError, zlib.error, csv.Error)
-# Without a limit, a quote that is never closed would make the rest of a .csv one field.
-LONGEST_FIELD = 1 << 26  # characters
 DELIMITERS = (",", ";", "\t", "|")  # of a .csv; Excel writes semicolons in much of Europe
 SEPARATOR = re.compile(r'"?sep=(.)"?\s*')  # a first line with which Excel names the delimiter
 NO_DELIMITER = "\x1f"
@@ -200,7 +197,7 @@ def _open_zst(path: str, mode: str) -> io.BufferedReader:
 
 
 def _csv_records(path: str, column: str) -> Iterator[Record]:
-    csv.field_size_limit(LONGEST_FIELD)
+    csv.field_size_limit(LONGEST)
     # Invalid UTF-8 is kept here, so that `decode` can report its line number.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header, first = file.readline(), 0  # `first`: lines before the header

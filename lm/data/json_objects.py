@@ -11,8 +11,8 @@ from functools import partial
 from lm.common.errors import UsageError
 
 CHUNK_BYTES = 1 << 17
-# Without a limit, a bracket that is never closed would read the rest of a file into memory.
-LONGEST = 1 << 26  # bytes of a line, or characters of another object
+# Without a limit, a bracket or quote that is never closed would read a whole file into memory.
+LONGEST = 1 << 26  # bytes of a line, or characters of another object or of a field in a .csv
 BETWEEN = re.compile(r"[\s,]*")  # characters between two objects
 
 
