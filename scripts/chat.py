@@ -27,8 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     with suppress(ImportError):  # not every system has readline
         import readline  # noqa: F401  arrow keys and history in input()
     say("/reset starts a new chat, Ctrl-C ends an answer, Ctrl-D ends the program.")
-    chat = Chat(decoder, trained.tokenizer, sampling, args.max_new_tokens, args.system)
-    converse(chat.answer)
+    converse(Chat(decoder, trained.tokenizer, sampling, args.max_new_tokens, args.system).answer)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--interactive", action="store_true", help="ask for prompts in the terminal")
     add("--num_samples", type=at_least_1, default=1, help="continuations of each prompt")
     add("--max_new_tokens", type=at_least_1, default=100, help="maximum tokens of a continuation")
-    add("--greedy", action="store_true", help="always take the most likely token (--temperature 0)")
+    text = "always take the most likely token (--temperature 0)"
+    add("--greedy", action="store_const", const=0.0, dest="temperature", help=text)
     add("--stop", action="append", default=[], help="text that ends a continuation; repeatable")
     add("--seed", type=int, default=42, help="random seed; continuation i (from 0) uses seed + i")
     add("--jsonl", action="store_true", help="print one JSON object per continuation")
@@ -40,8 +41,6 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("with --interactive, leave out --prompt and --prompts")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (args.interactive or args.prompts == "-"):
         parser.error("processes cannot share stdin: pass --prompt, or --prompts with a file")
-    if args.greedy:
-        args.temperature = 0.0
     sampling = sampling_of(args)
     prompts = [] if args.interactive else read_prompts(args.prompt, args.prompts)
     if int(os.environ.get("RANK", 0)):  # only rank 0 prints

@@ -66,6 +66,9 @@ class Browser:
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": phone}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
+        self.wait_until_loaded()
+
+    def wait_until_loaded(self) -> None:
         while (event := self._read()).get("method") != "Page.loadEventFired":
             self._note(event)
 

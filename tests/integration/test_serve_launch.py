@@ -86,7 +86,8 @@ def test_the_page_says_when_the_context_is_full_and_drops_the_oldest_messages(br
     assert full == "The context is full: the answer ends here."
     assert "fills the context" in refused
     browser.run("document.querySelector('#new').click()")
-    wait_for(lambda: texts(browser, "user") == [])
+    browser.wait_until_loaded()
+    assert texts(browser, "user") == []
     assert [problem for problem in browser.problems if "400" not in problem] == []
 
 
