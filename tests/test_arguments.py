@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 from conftest import error_of
-from small_model import opinionated
 
 from lm.common.errors import UsageError
 from lm.storage.folder import RunFolder
@@ -11,7 +10,6 @@ from lm.training.arguments import SFTArguments, TrainingArguments, flags_of, par
 from lm.training.inputs import prepared_data
 from lm.training.starting_point import StartingPoint
 from model import ConfigError, LMConfig
-from model.lora import LoRA
 
 FLAGS = [item for item, _ in [*flags_of(TrainingArguments), *flags_of(LMConfig)]]
 NUMBERS = {x.name: x.type for x in FLAGS if x.type in (int, int | None, float, float | None)}
@@ -97,15 +95,6 @@ def test_a_wrong_flag_is_refused_in_one_line_that_names_it(typed, says):
 def test_the_flags_of_deepspeed_and_of_launchers_are_accepted(typed):
     args, _ = parse_arguments(typed.split())
     assert args == replace(parse_arguments([])[0], deepspeed="ds.json")
-
-
-def test_the_lora_flags_become_the_adapters_of_the_model():
-    model = opinionated(50, 16)
-    SFTArguments().adapt(model)
-    assert model.lora is None
-    flags = {"lora_module_name": "attention", "only_optimize_lora": True}
-    SFTArguments(lora_dim=8, lora_alpha=4.0, **flags).adapt(model)
-    assert model.lora == LoRA(dim=8, alpha=4.0, module_name="attention", only_lora=True)
 
 
 @pytest.mark.parametrize(

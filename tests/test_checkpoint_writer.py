@@ -102,9 +102,9 @@ def lines_of(runs: Runs) -> list[str]:
     return runs.all[0].log.lines
 
 
-def load(run: RunFolder, step: int, engine: Engine | None = None, parts=()) -> tuple:
+def load(run: RunFolder, step: int, engine: Engine | None = None) -> tuple:
     engine = engine or engine_of()
-    state, meter = FakeState(), LossMeter(engine.accelerator, parts)
+    state, meter = FakeState(), LossMeter(engine.accelerator)
     load_checkpoint(run.checkpoint(step), engine, state, meter)
     return state, meter
 

@@ -65,13 +65,6 @@ def config(typed: str, weights: Path, packed: Path) -> LMConfig:
     return inputs(typed, packed, weights).config
 
 
-def test_the_flags_and_the_data_decide_the_shape_without_init_from(packed):
-    found = inputs("--dim 64 --max_seq_len 16", packed)
-    assert found.config == LMConfig(dim=64, max_seq_len=16, vocab_size=400)
-    assert found.source is None
-    assert not (packed / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
