@@ -1,10 +1,8 @@
 """Encode records of text or conversations as tokens, in several processes.
 
-Training reads a small text several times, so the model memorises it. If each copy of the text is
-split into pieces differently (a segmentation), the model memorises less and learns how words are
-spelled. BPE-dropout (Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips merges of the
-tokenizer. This module instead splits pieces that the tokenizer has returned. The last tenth of a
-run reads the copy in which no piece was split (lm/training/run.py).
+A small text is stored in several segmentations (docs/data.md). BPE-dropout (Provilkov et al., 2020,
+arxiv.org/abs/1910.13267) skips merges of the tokenizer. This module instead splits pieces that the
+tokenizer has returned.
 """
 
 import hashlib

@@ -55,11 +55,9 @@ class Tokenizer:
     def pieces_of_text(self) -> dict[str, int]:
         """Map every piece that stands for text, not for a byte or a marker, to its id."""
         model = self._model
-        found = {}
-        for id in range(self.vocab_size):
-            if not (model.is_byte(id) or model.is_control(id) or model.is_unknown(id)):
-                found[model.id_to_piece(id)] = id
-        return found
+        others = (model.is_byte, model.is_control, model.is_unknown)
+        ids = [id for id in range(self.vocab_size) if not any(is_one(id) for is_one in others)]
+        return {model.id_to_piece(id): id for id in ids}
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text, without begin and end pieces."""
@@ -181,6 +179,5 @@ def tokenizer_hash(path: str | Path) -> str:
 
 
 def copy_tokenizer(path: str | Path, folder: Path) -> None:
-    """Copy the files of a tokenizer into a folder."""
     for name, content in tokenizer_files(path).items():
         (folder / name).write_bytes(content)
