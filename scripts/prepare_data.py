@@ -93,15 +93,14 @@ def report(description: dict, made: Preparation, seconds: float) -> str:
         held = ", ".join(f"{name!r} in {counted(n, documents)}" for name, n in marked.items())
         remedy = "--markers cuts there, PREPARE_FLAGS=--markers in front of run_accelerate.sh"
         remedy = remedy if of_text else "remove the markers, each turn gets its own"
-        warning = f"  WARNING: markers as text: {held}: {remedy}"
-        lines.append(f"  cut at markers: {held}" if made.markers else warning)
+        warning = f"WARNING: markers as text: {held}: {remedy}"
+        lines.append("  " + (f"cut at markers: {held}" if made.markers else warning))
     if unread := description["unread_keys"]:
         keys = ", ".join(f'"{key}" in {counted(n, documents)}' for key, n in unread.items())
         lines.append(f"  keys that are not read: {keys}")
     if (made.val_fraction or made.splits["val"]) and not splits["val"]["documents"]:
         lines.append("  WARNING: no validation split: pass a larger --val_fraction, or more text")
-    chosen = f"  settings: --val_fraction {made.val_fraction:g}"
-    chosen += f", --segmentations {made.segmentations}"
+    chosen = f"  settings: --val_fraction {made.val_fraction:g}, --segmentations {ways['train']}"
     if of_text and any(suffix_of(path) in UNSTRUCTURED for path in made.files):
         longest = made.defaults.section_bytes // 1024
         chosen += f", long files cut into documents of {longest} KiB"

@@ -1,6 +1,4 @@
-"""PyTorch datasets of prepared conversations: one by one, or packed into rows for training.
-
-Rows have one length, so that training blocks are compiled only once."""
+"""PyTorch datasets of prepared conversations: one by one, or packed into rows for training."""
 
 from pathlib import Path
 

@@ -1,9 +1,8 @@
 """The order in which samples are read: a shuffle that stores no list, divided among processes.
 
-The processes together read one endless stream of samples. Position 0 is the first sample that a run
-reads, position 1 the second. The sample at a position depends on the seed, but not on the number of
-processes. Therefore a resumed run with the same seed and global batch continues with the same
-samples on any number of processes.
+The processes together read one endless stream of samples. The sample at a position depends on the
+seed, but not on the number of processes. Therefore a resumed run with the same seed and global
+batch continues with the same samples on any number of processes.
 """
 
 from collections.abc import Iterator
