@@ -232,7 +232,8 @@ def test_a_qwen3_without_head_dim_has_heads_of_128_channels(tmp_path):
 def test_only_an_older_import_is_replaced_and_only_with_overwrite(llama, tmp_path, refusal, capsys):
     out = tmp_path / "out"
     import_weights.main([str(llama), str(out)])
-    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    written = {"config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == written
     assert "no tokenizer (to use text, pass --tokenizer FILE)" in capsys.readouterr().out
     assert "pass --overwrite" in refusal(import_weights, llama, out)
     import_weights.main([str(llama), str(out), "--overwrite", "--max_seq_len", "9"])

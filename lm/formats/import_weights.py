@@ -84,9 +84,7 @@ def import_weights(
             if not restore(path, folder / TOKENIZER_FILE):
                 copy_tokenizer(open_tokenizer(path).path, folder)
         copied += _copy_template(source, path.parent, folder)
-        ends = end_ids(source)
-        known = {open_tokenizer(folder).eos_id} if tokenizer_in(folder).exists() else set()
-        if len(ends | known) > 1:
+        if ends := end_ids(source):
             write_json(folder / GENERATION_FILE, {"eos_token_id": sorted(ends)})
     shown = (
         f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed.keys() - settings)}"

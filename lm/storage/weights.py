@@ -78,8 +78,7 @@ class WeightsFolder:
         found = checkpoint.newest_undamaged(checkpoint.checkpoints_at(path))
         if not found:
             raise UsageError(f"{path} contains neither {portable.WEIGHTS_FILE} nor checkpoints")
-        run = checkpoint.run_of(found[0])
-        return cls(found[0], run.tokenizer if run.tokenizer.exists() else tokenizer_in(run.weights))
+        return cls(found[0], checkpoint.run_of(found[0]).tokenizer)
 
     @property
     def is_checkpoint(self) -> bool:
