@@ -20,9 +20,7 @@ from model.transformer import Transformer
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
-GENERATION_FILE = (
-    "generation_config.json"  # names end tokens, in folders of Hugging Face and imports
-)
+GENERATION_FILE = "generation_config.json"  # names end tokens, in imported folders too
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
