@@ -21,8 +21,7 @@ DELETING = ".deleting"  # suffix of the temporary name of a path that is being d
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path at which to write a file or a folder; then rename it to `path`. An old
-    file or folder is replaced."""
+    """Yield a temporary path for a file or a folder; then rename it, which replaces `path`."""
     partial, old = (path.with_name(path.name + suffix) for suffix in (PARTIAL, DELETING))
     remove(partial)  # left by a process that was killed
     try:

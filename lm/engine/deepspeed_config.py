@@ -116,8 +116,7 @@ def rename_old_keys(config: dict, source: str) -> list[str]:
 
 
 def file_of(typed: str | None) -> str:
-    """Return the path of the DeepSpeed file in use: --deepspeed, if `typed`, or the launcher's.
-    Return "none" if there is no file."""
+    """Return the path of the DeepSpeed file in use, --deepspeed or the launcher's, or "none"."""
     launched = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") if launched else "none"
     return typed or named
@@ -147,8 +146,7 @@ def resolve(config: dict, args, world_size: int, source: str) -> dict:
 
 
 def problems_of(config: dict) -> Iterator[str]:
-    """Yield a message for every problem of a configuration without "auto", except BY_WIDTH's.
-    Delete keys that are not supported."""
+    """Yield a message for every problem of a configuration; delete unsupported keys."""
     yield from _refuse_keys(config)
     yield from _check_stage(config)
     yield from _refusals_of_deepspeed(config)

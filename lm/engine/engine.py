@@ -112,6 +112,9 @@ def build_engines(models: Sequence) -> list[Engine]:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     check_precision(args, has_gpu)
     _check_launch(deepspeed)
+    if deepspeed and "RANK" not in os.environ:  # no launcher, a single process
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
     if not has_gpu:
         keep_freed_memory()
@@ -209,9 +212,6 @@ def set_launch_variables(*models) -> None:
     elif not all(files) and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         raise UsageError('DeepSpeed trains all models or none: give each a "deepspeed" file')
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    if "RANK" not in os.environ:  # no launcher, a single process
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
 
 
 def check_precision(args, has_gpu: bool) -> None:
