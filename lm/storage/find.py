@@ -8,7 +8,6 @@ from lm.storage.folder import RunFolder, read_settings
 
 RUNS = Path("out/runs")
 PRETRAINING = "train_pretrain_accelerate.py"
-DISTILLATION = "train_distillation_accelerate.py"
 BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation loss
 
 

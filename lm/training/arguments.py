@@ -15,7 +15,7 @@ from lm.common.parser import OneLineParser, is_text
 from lm.data.conversation_set import ConversationSet
 from lm.data.dataset import PackedDataset, TokenStream
 from lm.data.shards import read_description
-from lm.storage.find import DISTILLATION, PRETRAINING
+from lm.storage.find import PRETRAINING
 from lm.training.schedule import FINE_TUNING_RATE, FROM_WEIGHTS, default_rates
 from model import Transformer
 from model.config import LMConfig, setting
@@ -241,7 +241,7 @@ class SFTArguments(TrainingArguments):
 class DistillationArguments(TrainingArguments):
     """Flags of distillation. Raises UsageError for an invalid value."""
 
-    program: ClassVar[str] = DISTILLATION
+    program: ClassVar[str] = "train_distillation_accelerate.py"
     about: ClassVar[str] = "Train a model to predict the probabilities of a trained, larger model."
     logged: ClassVar[tuple[str, ...]] = ("hard_loss", "soft_loss", "agreement")
 
