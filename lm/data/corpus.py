@@ -200,14 +200,15 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
     csv.field_size_limit(LONGEST)
     # Invalid UTF-8 is kept here, so that `decode` can report its line number.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        header, first = file.readline(), 0  # `first`: lines before the header
-        delimiter = _delimiter(path, header, column)
-        if named := SEPARATOR.fullmatch(header):
-            delimiter, header, first = named[1], file.readline(), 1
-        rows = csv.reader(chain([header], file), strict=True, delimiter=delimiter)
+        line = file.readline()
+        named = SEPARATOR.fullmatch(line)
+        delimiter = named[1] if named else _delimiter(path, line, column)
+        rows = csv.reader(chain([line], file), strict=True, delimiter=delimiter)
+        if named:  # the header is the next line
+            next(rows)
         columns = next(rows, None) or [column]  # an empty file has no documents
         title = ",".join(columns).encode(errors="surrogateescape")
-        decode(Record(path, f"{path}, line {first + 1}", title))
+        decode(Record(path, f"{path}, line {rows.line_num}", title))
         _known_columns(path, (column,), columns)
         place, wrong = columns.index(column), "put quotes around a text with commas"
         while True:
@@ -223,10 +224,10 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
                 fault = f"cannot be read: {error}".replace(f"'{NO_DELIMITER}'", "the line's end")
             if not fault:
                 raw = row[place].encode(errors="surrogateescape")
-                yield Record(path, f"{path}, line {first + rows.line_num}", raw)
+                yield Record(path, f"{path}, line {rows.line_num}", raw)
             elif row != []:  # not an empty line; a quote that is not closed takes many lines
-                for line in range(first + before + 1, first + rows.line_num + 1):
-                    yield Record(path, f"{path}, line {line}", b"%d" % line, fault=fault)
+                for number in range(before + 1, rows.line_num + 1):
+                    yield Record(path, f"{path}, line {number}", b"%d" % number, fault=fault)
 
 
 def _delimiter(path: str, header: str, column: str) -> str:
