@@ -115,11 +115,9 @@ def pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
             row_of[by_length[begin : begin + copies]] = n_rows + np.arange(copies)
             count[x] -= copies
         n_rows += copies
-    first = np.full(n_rows, n)
-    np.minimum.at(first, row_of, np.arange(n))
+    _, first = np.unique(row_of, return_index=True)  # the first conversation of each row
     row_of = np.argsort(np.argsort(first))[row_of]
-    starts = np.cumsum(np.bincount(row_of)) - np.bincount(row_of)
-    return np.argsort(row_of, kind="stable"), np.append(starts, n)
+    return np.argsort(row_of, kind="stable"), np.append(0, np.cumsum(np.bincount(row_of)))
 
 
 def lengths_of_row(count: np.ndarray, size: int) -> list[int]:
