@@ -181,7 +181,9 @@ class Preparation:
     def _train_tokenizer(self, path: Path) -> None:
         """Train a tokenizer on a sample of the training files. Raises UsageError if that fails."""
         texts, bad, by_size = [], [], self.vocab_size is None
-        for record in self._some_records():
+        share = SAMPLE_BYTES / max(1, text_size(self.splits["train"]))
+        # Of a few long documents, perhaps none is chosen. Then take the first documents.
+        for record in [*self._some_records(share)] or [*self._some_records(1)]:
             try:
                 parts = documents_in(parse(record), self.markers)
                 texts += [text[:SAMPLE_BYTES] for text in parts]
@@ -194,21 +196,14 @@ class Preparation:
             is_cause = bad and not (texts and self.skip_bad_lines)
             raise (bad[0] if is_cause else error) from None
 
-    def _some_records(self) -> Iterator[Record]:
-        """Yield about SAMPLE_BYTES of records for training, chosen by their checksums. If none is
-        chosen, yield the first records."""
-        files = self.splits["train"]
-        chosen = 2**32 * SAMPLE_BYTES / max(text_size(files), 1)
-        # The records reach the limit of 2 * SAMPLE_BYTES if text_size is wrong or documents repeat.
-        for threshold, limit in ((chosen, 2 * SAMPLE_BYTES), (2**32, SAMPLE_BYTES)):
-            taken = 0
-            for record in self._records(files):
-                if zlib.crc32(record.raw) < threshold:
-                    yield record
-                    taken += max(1, len(record.raw))
-                    if taken > limit:
-                        return
-            if taken:
+    def _some_records(self, share: float) -> Iterator[Record]:
+        """Yield about a share of the records for training, chosen by their checksums."""
+        taken = 0
+        for record in self._records(self.splits["train"]):
+            if zlib.crc32(record.raw) < 2**32 * share:
+                yield record
+                taken += max(1, len(record.raw))
+            if taken > 2 * SAMPLE_BYTES:  # text_size is wrong, or documents repeat
                 return
 
     def _write_splits(self, folder: Path, vocab_size: int, batches: Iterable[Encoded]) -> dict:
