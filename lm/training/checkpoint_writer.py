@@ -1,8 +1,5 @@
 """Save and load checkpoints of a run. `lm/storage/checkpoint.py` documents the files."""
 
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from accelerate.utils import gather_object
@@ -16,59 +13,30 @@ from lm.formats.portable import load_tensors
 from lm.storage import checkpoint as files
 from lm.storage.folder import RunFolder
 from lm.training.build import random_state, restore_random
-from lm.training.inputs import Inputs
-from lm.training.log import TrainingLog
 from lm.training.loss_meter import LossMeter
 
 
-class Checkpointer:
-    """Copy the state of a run, and write the copy as a checkpoint."""
+def copy_state(state: TrainingState, meter: LossMeter) -> tuple[dict[str, dict], dict]:
+    """Return copies for a checkpoint: the tensors of each file, and scalars for state.json. Every
+    process must call this."""
+    tensors = {files.WEIGHTS: state.weights(), files.OPTIMIZER: state.moments()}
+    mine = random_state(state.engine.accelerator.device) | meter.state()
+    ranks = gather_object([mine]) if state.engine.processes > 1 else [mine]
+    tensors[files.RANDOM] = {}  # "RANK.NAME": value
+    for rank, values in enumerate(ranks):
+        tensors[files.RANDOM] |= {f"{rank}.{name}": value for name, value in values.items()}
+    return tensors, state.scalars()
 
-    def __init__(self, inputs: Inputs, state: TrainingState, compiled: bool, log: TrainingLog):
-        self.folder = inputs.start.folder
-        self.engine, self.state, self.log = state.engine, state, log
-        lora = inputs.shapes.lora
-        self.facts = {  # written to state.json of every checkpoint
-            "model": inputs.config.to_dict(),
-            "identity": inputs.identity,
-            "processes": self.engine.processes,
-            "compiled": compiled,  # a resumed run needs the same kernels
-        } | ({"lora": vars(lora)} if lora else {})
 
-    def copy(self, step: int, val_loss: float | None) -> Callable[[], bool]:
-        """Copy the state; return the function that writes it, see `_write`. Every process must call
-        this."""
-        started = time.perf_counter()
-        tensors = {files.WEIGHTS: self.state.weights(), files.OPTIMIZER: self.state.moments()}
-        mine = random_state(self.engine.accelerator.device) | self.log.meter.state()
-        ranks = gather_object([mine]) if self.engine.processes > 1 else [mine]
-        tensors[files.RANDOM] = {}  # "RANK.NAME": value
-        for rank, values in enumerate(ranks):
-            tensors[files.RANDOM] |= {f"{rank}.{name}": value for name, value in values.items()}
-        state = {"step": step, "val_loss": val_loss} | self.facts | self.state.scalars()
-        return partial(self._write, tensors, state, time.perf_counter() - started)
+def is_best(engine: Engine, run: RunFolder, val_loss: float) -> bool:
+    """Return whether no checkpoint on the disk has a loss as low as this. Every process must call
+    this."""
 
-    def is_best(self, val_loss: float) -> bool:
-        """Return whether no checkpoint on the disk has a loss as low as this. Every process must
-        call this."""
+    def decide() -> bool:
+        best = files.best(run.all_checkpoints())
+        return best is None or val_loss < files.val_loss(best)
 
-        def decide() -> bool:
-            best = files.best(self.folder.all_checkpoints())
-            return best is None or val_loss < files.val_loss(best)
-
-        return on_main_process(self.engine, decide)
-
-    def _write(self, tensors: dict, state: dict, stalled: float) -> bool:
-        """Write a copy, which took `stalled` seconds; return whether this succeeded. A disk error
-        is logged, does not stop training, and leaves the older checkpoints."""
-        try:
-            size = files.write_checkpoint(self.folder, tensors, state) / 1e6
-        except Exception as error:  # an uncaught error would print a traceback
-            self.log.say(f"CHECKPOINT NOT SAVED: {error}; older ones are kept")
-            return False
-        path = self.folder.checkpoint(state["step"])
-        self.log.say(f"saved {path}: {size:.1f} MB; copying took {stalled:.2f} s")
-        return True
+    return on_main_process(engine, decide)
 
 
 def prune(run: RunFolder, keep_last: int) -> None:

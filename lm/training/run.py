@@ -19,7 +19,7 @@ from lm.data.tokenizer import open_tokenizer
 from lm.engine.compilation import why_not_compile
 from lm.engine.engine import Engine
 from lm.training.build import build_model
-from lm.training.checkpoint_writer import Checkpointer, load_checkpoint
+from lm.training.checkpoint_writer import is_best, load_checkpoint
 from lm.training.inputs import Inputs
 from lm.training.log import TrainingLog
 from lm.training.profiler import StepProfiler
@@ -125,7 +125,13 @@ class Run:
         self.val_loader = inputs.val_set and validation_loader(
             inputs.val_set, args.batch_size, args.eval_samples, self.accelerator
         )
-        self.checkpointer = Checkpointer(inputs, self.state, compiled, self.log)
+        lora = inputs.shapes.lora
+        self.facts = {  # written to state.json of every checkpoint
+            "model": inputs.config.to_dict(),
+            "identity": inputs.identity,
+            "processes": engine.processes,
+            "compiled": compiled,
+        } | ({"lora": vars(lora)} if lora else {})
 
     def steps(self) -> Iterator[int]:
         """Yield the step numbers from `first_step` to the last step or a stop request."""
@@ -262,7 +268,7 @@ class Run:
         if self.val_loss is None:
             return False
         self.runs.wait()  # the checkpoint that is being written may be the best
-        return self.checkpointer.is_best(self.val_loss)
+        return is_best(self.engine, self.folder, self.val_loss)
 
     def is_time(self, step: int, interval: int) -> bool:
         """Return whether something is due that happens every `interval` steps, and at the end."""

@@ -2,13 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lm.common.errors import UsageError
 from lm.engine.engine import CHECKPOINT_WRITER
+from lm.storage.checkpoint import write_checkpoint
 from lm.storage.folder import RunFolder
 from lm.training.build import random_state, restore_random, select_engine
-from lm.training.checkpoint_writer import prune
+from lm.training.checkpoint_writer import copy_state, prune
 from lm.training.interruption import StopRequest, leave_note
 from lm.training.results import say_stopped, write_page, write_results
 from lm.training.run import Run
@@ -74,16 +75,28 @@ class Runs:
         for run in self.in_turn():
             with run.log.clock.pause():
                 self.wait()
-                copies.append(run.checkpointer.copy(step, run.val_loss))
+                started = time.perf_counter()
+                tensors, scalars = copy_state(run.state, run.log.meter)
+                state = {"step": step, "val_loss": run.val_loss} | run.facts | scalars
+                copies.append((run, tensors, state, time.perf_counter() - started))
         self.stop.saved()
         if self.all[0].engine.is_main:
             self._writer = threading.Thread(target=self._write, args=copies, name=CHECKPOINT_WRITER)
             self._writer.start()
 
-    def _write(self, *copies: Callable[[], bool]) -> None:
-        """Write the copies. Runs resume from a common step: if one fails, no run is pruned."""
-        written = [write() for write in copies]
-        self._saved = all(written)
+    def _write(self, *copies: tuple[Run, dict, dict, float]) -> None:
+        """Write a checkpoint of each run. A disk error is logged, does not stop training, and
+        leaves the older checkpoints of all runs, because runs resume from a common step."""
+        self._saved = True
+        for run, tensors, state, stalled in copies:
+            try:
+                size = write_checkpoint(run.folder, tensors, state) / 1e6
+            except Exception as error:  # an uncaught error would print a traceback
+                run.log.say(f"CHECKPOINT NOT SAVED: {error}; older ones are kept")
+                self._saved = False
+            else:
+                path = run.folder.checkpoint(state["step"])
+                run.log.say(f"saved {path}: {size:.1f} MB; copying took {stalled:.2f} s")
         if self._saved:
             for run in self.all:
                 prune(run.folder, run.args.keep_last)
