@@ -25,6 +25,7 @@ from lm.training.log import TrainingLog
 from lm.training.profiler import StepProfiler
 from lm.training.results import write_sample
 from lm.training.schedule import LearningRate
+from lm.training.starting_point import settings_of
 from lm.training.validation import validate, validation_loader, yardsticks
 from model import IGNORE_INDEX
 from model.experts import load_balance
@@ -125,6 +126,7 @@ class Run:
         self.val_loader = inputs.val_set and validation_loader(
             inputs.val_set, args.batch_size, args.eval_samples, self.accelerator
         )
+        self.settings = settings_of(args, inputs.config, engine)
         lora = inputs.shapes.lora
         self.facts = {  # written to state.json of every checkpoint
             "model": inputs.config.to_dict(),

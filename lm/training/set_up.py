@@ -28,12 +28,7 @@ from lm.training.resume import changes_since_stop, decided_arguments
 from lm.training.run import Run
 from lm.training.runs import Runs
 from lm.training.start_block import start_block, warnings
-from lm.training.starting_point import (
-    find_starting_points,
-    set_aside,
-    settings_of,
-    write_settings,
-)
+from lm.training.starting_point import find_starting_points, set_aside, write_settings
 from model import ConfigError
 
 Model = tuple[TrainingArguments, dict]  # its training arguments and its model settings
@@ -111,13 +106,12 @@ def set_up(models: list[Model], run_class: type[Run] = Run) -> Run | None:
         name = each.args.run_name if len(models) > 1 else ""
         if run := start_run(each, engine, runs, name, run_class):
             runs.add(run)
-    settings = {run: settings_of(run.args, run.inputs.config, run.engine) for run in runs.all}
     for run in runs.all:
-        on_main_process(run.engine, partial(run.log.start_trackers, settings[run]))
+        on_main_process(run.engine, partial(run.log.start_trackers, run.settings))
     for run in runs.all:  # rename checkpoints and write settings after all runs are set up
         if run.engine.is_main:
             set_aside(run.inputs.start)
-            write_settings(run.folder, settings[run], run.inputs.train_set)
+            write_settings(run.folder, run.settings, run.inputs.train_set)
         run.log.open()
     if not runs.all:
         engines[0].accelerator.end_training()
@@ -162,7 +156,6 @@ def start_run(
         if inputs.shapes.lora:  # the run folder needs the frozen weights too
             keep = (start.folder, inputs.config, weights, train_set.tokenizer_path)
             on_main_process(engine, partial(write_base, *keep))
-    changes = changes_since_stop(start, settings_of(args, inputs.config, engine))
-    for text in (start_block(run), *changes, *warnings(run)):
+    for text in (start_block(run), *changes_since_stop(start, run.settings), *warnings(run)):
         run.log.say(text)
     return run
