@@ -224,7 +224,7 @@ def test_another_chat_template_is_left_out_and_a_changed_tokenizer_refused_unles
     tokenizer.save_pretrained(again)
     line = refusal(import_weights, again, tmp_path / "out")
     assert "again/tokenizer.json: only byte-level BPE" in line
-    assert "pass FOLDER/tokenizer.model, " in line
+    assert "pass --tokenizer FOLDER/tokenizer.model" in line
     flags = ["--tokenizer", str(packed / "tokenizer.model")]
     import_weights.main([str(again), str(tmp_path / "mine"), *flags])
     imported = load_trained(str(tmp_path / "mine"))

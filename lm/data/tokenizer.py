@@ -109,7 +109,7 @@ class JsonTokenizer(Tokenizer):
             raise UsageError(f"{path}: not a tokenizer.json ({error})") from error
         parts = (type(self._model.model), type(self._model.decoder))
         if parts != (models.BPE, decoders.ByteLevel):
-            remedy = "pass FOLDER/tokenizer.model, the SentencePiece file, if there is one"
+            remedy = "pass --tokenizer FOLDER/tokenizer.model, the SentencePiece file, if any"
             raise UsageError(f"{path}: only byte-level BPE can be read: {remedy}")
         self._model.no_truncation()
         self._model.no_padding()
