@@ -15,7 +15,7 @@ from lm.common.atomic import one_at_a_time
 from lm.common.errors import UsageError, one_line_errors, stop_in_order
 from lm.common.numbers import available_cores, counted, progress_bar, size
 from lm.common.parser import OneLineParser
-from lm.data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
+from lm.data.conversations import CHAT_SUFFIXES
 from lm.data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, all_files, suffix_of
 from lm.data.prepare import Preparation, default_out
 from lm.data.shards import CONVERSATIONS, TEXT
@@ -31,7 +31,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     source = f"file, a folder of files, or '{BUILTIN}'"
     add("--data", help=f"{', '.join(SUFFIXES)} {source} (default: {BUILTIN})")
-    source = f"{', '.join(CONVERSATION_SUFFIXES)} {source}"
+    source = f"{', '.join(CHAT_SUFFIXES)} {source}"
     add("--conversations", metavar="DATA", help=f"conversations instead of text: {source}")
     add("--out", type=Path, help="folder to write (default: out/data/NAME[-chat])")
     add("--vocab_size", type=int, help=f"pieces of the tokenizer ({BY_SIZE})")

@@ -9,7 +9,7 @@ from conftest import error_of
 
 from lm.common.errors import UsageError
 from lm.data import conversations
-from lm.data.conversations import SUFFIXES, Turn, conversation_records, parse_conversation
+from lm.data.conversations import CHAT_SUFFIXES, Turn, conversation_records, parse_conversation
 from lm.data.corpus import find_files, load_json
 
 PLACE = "chat.jsonl, line 7"
@@ -106,7 +106,7 @@ def test_an_invalid_conversation_is_refused_in_one_line_with_its_place(value, re
 
 def read(path: Path | str) -> list[tuple[str, list[Turn]]]:
     """Return the place of every conversation, relative to `path`, and its turns."""
-    records = conversation_records(find_files(str(path), SUFFIXES))
+    records = conversation_records(find_files(str(path), CHAT_SUFFIXES))
     parsed = ((each.place, parse_conversation(load_json(each), each.place)[0]) for each in records)
     return [(place.removeprefix(f"{path}/"), turns) for place, turns in parsed]
 

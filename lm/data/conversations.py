@@ -32,13 +32,13 @@ from lm.common.parser import is_text
 from lm.data.corpus import JSON, Record, read_records, suffix_of
 from lm.data.tokenizer import Tokenizer
 
-SUFFIXES = (*JSON, ".parquet")
+CHAT_SUFFIXES = (*JSON, ".parquet")
 ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
 SHAREGPT = {"human": USER, "gpt": ASSISTANT}
 LISTS = ("conversations", "messages")
 ANSWERS = ("chosen", "response", "completion")
 ALPACA = ("instruction", "input", "output")
-KEYS = (*LISTS, "prompt", *ANSWERS, *ALPACA, SYSTEM)
+CHAT_KEYS = (*LISTS, "prompt", *ANSWERS, *ALPACA, SYSTEM)
 REASONING = "reasoning_content"
 MASKS = ("weight", "loss", "train")  # 0 or false in a message: it does not count in the loss
 OF_PART = ("type", "text")  # keys of a part of a content that are read
@@ -71,7 +71,7 @@ class Turn(NamedTuple):
 def conversation_records(files: list[str]) -> Iterator[Record]:
     """Yield each conversation of each file, as JSON. Raises UsageError if a file is unreadable."""
     is_builtin = suffix_of(files[0]) == ".py"
-    return _about_docstrings(files) if is_builtin else read_records(files, KEYS)
+    return _about_docstrings(files) if is_builtin else read_records(files, CHAT_KEYS)
 
 
 def parse_conversation(value: dict, where: str) -> tuple[list[Turn], set[str]]:
@@ -165,7 +165,7 @@ def _shown(value: object) -> str:
 def _messages(value: dict, where: str) -> tuple[list[dict], tuple[str, ...]]:
     """Return a conversation as a list of messages, and the keys that hold them."""
     # A Parquet row has null in the columns that it does not use.
-    given = {key: value[key] for key in KEYS if value.get(key) is not None}
+    given = {key: value[key] for key in CHAT_KEYS if value.get(key) is not None}
     for key in LISTS:
         if key in given:
             return given[key], (key,)

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from lm.common.atomic import new_folder, whole_folder
 from lm.common.errors import UsageError
-from lm.data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from lm.data.conversations import conversation_records
+from lm.data.conversations import CHAT_SUFFIXES, conversation_records
 from lm.data.corpus import (
     BUILTIN,
     SUFFIXES,
@@ -88,7 +87,7 @@ class Preparation:
 
     def __post_init__(self):
         of_text = self.kind == TEXT
-        suffixes = SUFFIXES if of_text else CONVERSATION_SUFFIXES
+        suffixes = SUFFIXES if of_text else CHAT_SUFFIXES
         self.files = find_files(self.source, suffixes)
         self.splits = find_splits(self.source, suffixes)
         self.text_size = text_size(self.files)  # bytes, an estimate

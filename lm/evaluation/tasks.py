@@ -9,9 +9,7 @@ from itertools import islice
 from lm.common.errors import UsageError
 from lm.common.numbers import counted, progress_bar
 from lm.data.conversation_set import ConversationSet
-from lm.data.conversations import KEYS as CONVERSATION_KEYS
-from lm.data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from lm.data.conversations import conversation_records
+from lm.data.conversations import CHAT_KEYS, CHAT_SUFFIXES, conversation_records
 from lm.data.corpus import TEXT_COLUMN, find_splits, load_json, read_records, suffix_of
 from lm.data.dataset import PackedDataset
 from lm.data.order import spread
@@ -63,11 +61,11 @@ def detect_task(data: str, text_column: str | None = None) -> str:
         return "conversations" if is_chat else "packed"
     path, column, keys = split_to_score(data)[1][0], text_column or TEXT_COLUMN, set()
     with suppress(StopIteration, UsageError):  # scoring reports a bad first line
-        if suffix_of(path) in CONVERSATION_SUFFIXES:
-            keys = load_json(next(read_records([path], (column, *CONVERSATION_KEYS)))).keys()
+        if suffix_of(path) in CHAT_SUFFIXES:
+            keys = load_json(next(read_records([path], (column, *CHAT_KEYS)))).keys()
     if "question" in keys:
         return "choice"
-    is_chat = column not in keys and any(key in keys for key in CONVERSATION_KEYS)
+    is_chat = column not in keys and any(key in keys for key in CHAT_KEYS)
     return "conversations" if is_chat else "text"
 
 

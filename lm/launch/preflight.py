@@ -16,7 +16,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from lm.common.errors import UsageError, one_line_errors
 from lm.common.numbers import available_cores, counted, size
 from lm.common.tasks import forget_tasks, starter_of_tasks
-from lm.data.conversations import SUFFIXES as CHAT_SUFFIXES
+from lm.data.conversations import CHAT_SUFFIXES
 from lm.data.corpus import BUILTIN, SUFFIXES, find_files, text_size
 from lm.engine.accelerate_flags import with_accelerate_flags
 from lm.engine.engine import OTHER_ENGINES

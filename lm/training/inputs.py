@@ -15,7 +15,7 @@ import torch
 
 from lm.common.errors import ReportedError, UsageError
 from lm.data.conversation_set import ConversationRows, ConversationSet
-from lm.data.conversations import SUFFIXES
+from lm.data.conversations import CHAT_SUFFIXES
 from lm.data.corpus import find_files
 from lm.data.dataset import NothingFitsError, TokenStream
 from lm.data.prepare import conversations_out
@@ -192,7 +192,7 @@ def prepared_data(
         folder = str(conversations_out(args.conversations, tokenizer))
         own = read_settings(start.folder.settings).get("arguments", {}).get("data")
         if start.checkpoint and own and Path(own).exists():
-            files, named = find_files(args.conversations, SUFFIXES), "--conversations"
+            files, named = find_files(args.conversations, CHAT_SUFFIXES), "--conversations"
             require_text_of_run(named, files, Path(folder), own, start.folder.path)
             return own
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
