@@ -39,7 +39,7 @@ def heading(program: str, argv: list[str] | None) -> str:
     Args:
         argv: the flags; None takes them from sys.argv.
     """
-    import torch  # not at the top: benchmarks/gpu.py must run even if torch hangs
+    import torch  # takes seconds
 
     about = [
         str(date.today()),

@@ -1,20 +1,16 @@
-"""Four benchmarks print tables at a tiny size; ratios and the report of gpu.py are correct."""
+"""Four benchmarks print tables at a tiny size; ratios and the report of gpu.sh are correct."""
 
 import math
-import os
 import re
-import signal
-import subprocess
 import sys
 import zipfile
 
-import psutil
 import pytest
 import torch
-from conftest import REPOSITORY, VOCAB_SIZE, run, wait_for
+from conftest import REPOSITORY, VOCAB_SIZE, run
 from small_model import opinionated, save_model
 
-from benchmarks import engines, gpu, head_to_head, sampling, throughput
+from benchmarks import engines, head_to_head, sampling, throughput
 from benchmarks.throughput import Turn, table_rows
 from lm.common.errors import UsageError
 
@@ -109,71 +105,64 @@ def test_ratios_are_taken_within_a_round_and_mfu_is_the_median():
     assert alone["ratio"] == "1"
 
 
-@pytest.mark.parametrize("tiny", [False, True])
-def test_the_gpu_script_measures_contenders_that_exist(tmp_path, tiny):
-    commands = [part.command for part in gpu.all_parts(tmp_path, tiny)]
-    measured = [command for command in commands if command[2] == throughput.PROGRAM]
-    assert [len(throughput.parse_options(c[3:]).contenders) for c in measured] == [3, 2, 3, 2]
-
-
-def test_the_gpu_script_runs_all_gpu_tests():
-    tests = (REPOSITORY / "tests").rglob("test_*.py")
-    files = [path for path in tests if "pytest.mark." + "gpu" in read(path)]
-    assert {str(path.relative_to(REPOSITORY)) for path in files} == set(gpu.TESTS.split()[-2:])
-
-
-# A program that runs parts. Two of them start a process in a session of its own, and hang.
-HANGING = """
-import sys, time
-from pathlib import Path
-from benchmarks.gpu import Part, run_parts
-from lm.common.errors import stop_in_order
-stop_in_order()
-out = Path(sys.argv[1])
-hang = f"import os, time; print('begun'); os.fork() or os.setsid(); time.sleep(600)  # {out}"
-*parts, last = [
-    Part("start", 99, [sys.executable, "-c", "print('a row of a table')"]),
-    Part("broken", 99, [sys.executable, "-c", "raise SystemExit('no such thing')"]),
-    Part("hangs", 6, [sys.executable, "-c", hang]),
-    Part("too late", 1, ["true"]),
-    Part("interrupted", 600, [sys.executable, "-c", hang]),
-]
-assert not run_parts(parts, out, time.monotonic())
-run_parts([last], out, time.monotonic())
+# Stands in for Python: notes its arguments. The tests fail, and the measurement with a peer hangs.
+STAND_IN = """#!/bin/bash
+echo "$*" >> "$OUT/called"
+case "$*" in
+*"import sys, torch"*) echo "a row of a table"; exit $START ;;
+*"-m pytest"*) echo "no such thing"; exit 3 ;;
+*transformers*) echo begun; sleep 600 ;;
+esac
 """
 
 
-def read(path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+@pytest.fixture
+def gpu_script(tmp_path):
+    """Runs gpu.sh with STAND_IN; returns the report, without seconds, and the lines of `called`."""
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "run_accelerate.sh").write_text("echo $MINUTES minutes")
+    (tmp_path / "benchmarks").mkdir()
+    text = (REPOSITORY / "benchmarks/gpu.sh").read_text(encoding="utf-8")
+    script = tmp_path / "benchmarks/gpu.sh"
+    script.write_text(text.replace("steps 104mx1 170", "steps 104mx1 10"))
+
+    def call(*flags: str, start: int) -> tuple[list[str], list[str]]:
+        where = {"PYTHON": str(tmp_path / "python"), "OUT": str(tmp_path), "START": str(start)}
+        ended = run(["bash", str(script), *flags], **where)
+        report = (tmp_path / "gpu.md").read_text()
+        assert (ended.code, ended.out) == (1, report)  # a part has failed
+        sections = re.sub(r", \d+ s\n", "\n", report).split("## ")[1:]
+        called = (tmp_path / "called").read_text().splitlines()
+        return [" ".join(section.split()) for section in sections], called
+
+    return call
 
 
-def report(folder) -> dict[str, list[str]]:
-    """Return the result of each part, without its seconds, and the lines that it has printed."""
-    sections = read(folder / gpu.REPORT).split("## ")[1:]
-    parts = [section.strip().splitlines() for section in sections]
-    return {title.rpartition(",")[0]: list(filter(None, lines)) for title, *lines in parts}
+@pytest.mark.parametrize(("flags", "minutes"), [([], 2), (["--tiny"], 0.3)])
+def test_the_gpu_script_reports_all_parts_and_ends_one_that_hangs(gpu_script, flags, minutes):
+    """It runs all tests that need a GPU, and measures contenders that exist."""
+    report, called = gpu_script(*flags, start=0)
+    assert report == [
+        "start: passed a row of a table",
+        "tests: failed, exit code 3 no such thing",
+        f"run_accelerate.sh: passed {minutes} minutes",
+        "104mx1: out of time begun",
+        *(f"{name}: passed" for name in ("360mx1", "104mx8", "360mx8")),
+    ]
+    (tests,) = (line.split()[-2:] for line in called if "-m pytest" in line)
+    paths = (REPOSITORY / "tests").rglob("test_*.py")
+    for_gpu = [p for p in paths if "pytest.mark." + "gpu" in p.read_text(encoding="utf-8")]
+    assert {str(path.relative_to(REPOSITORY)) for path in for_gpu} == {*tests}
+    measured = [line.split()[2:] for line in called if throughput.PROGRAM in line]
+    assert [len(throughput.parse_options(words).contenders) for words in measured] == [3, 2, 3, 2]
 
 
-def running_commands() -> str:
-    processes = psutil.process_iter(["cmdline"])
-    return "\n".join(" ".join(each.info["cmdline"] or []) for each in processes)
-
-
-@pytest.mark.slow
-def test_parts_that_hang_and_those_of_an_interrupted_program_are_killed_and_reported(tmp_path):
-    command = [sys.executable, "-c", HANGING, str(tmp_path)]
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": "."})
-    wait_for(lambda: read(tmp_path / gpu.LOG).count("\nbegun") == 2, process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() != 0
-    assert report(tmp_path) == {
-        "start: passed": ["a row of a table"],
-        "broken: failed, exit code 1": ["no such thing"],
-        "hangs: out of time": ["begun"],
-        "too late: left out": [],
-        "interrupted: stopped": ["begun"],
-    }
-    assert str(tmp_path) not in running_commands()
+def test_if_the_gpu_script_cannot_start_all_other_parts_are_left_out(gpu_script):
+    report, called = gpu_script(start=1)
+    assert report[0] == "start: failed, exit code 1 a row of a table"
+    assert [line.split(": ")[1] for line in report[1:]] == ["left out"] * 6
+    assert not any("-m " in line for line in called)
 
 
 def test_every_eleventh_document_is_held_out(tmp_path):

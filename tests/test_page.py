@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 
 from lm.report.drawing import COLORS, plot, show
 from lm.report.history import read_history
-from lm.report.page import SAMPLES, by_name, charts, draw_losses, try_to, write_report
+from lm.report.page import SAMPLES, by_name, charts, draw_losses, losses, try_to, write_report
 from lm.storage.folder import RunFolder
 from scripts import report as report_script
 
@@ -126,11 +126,11 @@ def test_a_report_shows_every_number_that_was_logged(tmp_path):
 
 
 def test_a_curve_has_a_gap_where_the_loss_was_not_finite(tmp_path):
-    losses = {1: 1.0, 2: 2.0, 3: None, 4: 4.0, 5: 5.0}
-    run = write_run(tmp_path / "run", [train_row(*row) for row in losses.items()])
+    values = {1: 1.0, 2: 2.0, 3: None, 4: 4.0, 5: 5.0}
+    run = write_run(tmp_path / "run", [train_row(*row) for row in values.items()])
     axes = drawn("Loss", run)
     (line,) = axes.lines
-    expected = [(step, NAN if loss is None else loss) for step, loss in losses.items()]
+    expected = [(step, NAN if loss is None else loss) for step, loss in values.items()]
     np.testing.assert_array_equal(line.get_xydata(), expected)
     assert (axes.get_xlabel(), line.get_marker()) == ("steps", "o")
     assert "steps</text>" in report(run).figures["Loss"]
@@ -200,24 +200,18 @@ def test_several_runs_share_charts_and_a_table_lists_their_differences(tmp_path)
     [
         ({"sampled_softmax": 1, "token_noise": 0.0}, ""),
         ({"sampled_softmax": 16}, " (estimate over a part of the vocabulary)"),
-        (
-            {"sampled_softmax": 16, "token_noise": 0.1},
-            " (estimate over a part of the vocabulary, with noise in the input)",
-        ),
+        ({"sampled_softmax": 1, "token_noise": 0.1}, " (with noise in the input)"),
     ],
 )
 def test_a_training_loss_that_is_no_measure_of_the_model_is_named_so(tmp_path, flags, said):
-    rows = [train_row(1, loss=2.5), {"step": 1, "val_loss": 2.75}]
-    runs = [
-        write_run(tmp_path / name, rows, settings={"arguments": arguments})
-        for name, arguments in (("run", flags), ("other", {}))
-    ]
-    assert f"nats per token training{said} 2.5 validation 2.75" in report(runs[0]).words
-    draw_losses(runs[:1], tmp_path / "loss.svg")
-    assert f"<!-- training{said} 2.5 -->" in (tmp_path / "loss.svg").read_text()
-    page = report(*runs)
-    assert f"nats per token run{said} 2.5 other 2.5" in page.words  # training loss
-    assert "nats per token run 2.75 other 2.75" in page.words  # validation loss
+    rows = [train_row(1), {"step": 1, "val_loss": 2.75}]
+    run = write_run(tmp_path / "run", rows, settings={"arguments": flags})
+    other = write_run(tmp_path / "other", rows)
+    (loss,) = losses(by_name([run]))
+    train, validation = losses(by_name([run, other]))
+    assert [curve.label for curve in loss.curves] == [f"training{said}", "validation"]
+    assert [curve.label for curve in train.curves] == [f"run{said}", "other"]
+    assert [curve.label for curve in validation.curves] == ["run", "other"]
 
 
 def test_numbers_are_shown_in_a_short_form():

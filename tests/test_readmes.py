@@ -16,13 +16,13 @@ DOCS = sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")
 TEXTS = {
     name: (REPOSITORY / name).read_text(encoding="utf-8") for name in (ENGLISH, CHINESE, *DOCS)
 }
-# Flags of the launchers, pip, pytest and SLURM; `--no` is from the prefix `--no-` in docs/flags.md.
+# Flags of launchers, pip, shell scripts, SLURM; `--no` is from the prefix `--no-` in docs/flags.md.
 OTHER_FLAGS = {
     *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
     *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--cpu"),
     *("--num_machines", "--machine_rank", "--main_process_ip"),
     *("--num_gpus", "--hostfile", "--master_addr", "--master_port", "--node_rank", "--no_ssh"),
-    *("--no-deps", "--all", "--no", "--nproc_per_node", "--signal", "--depth"),
+    *("--no-deps", "--all", "--tiny", "--no", "--nproc_per_node", "--signal", "--depth"),
     *("--nodes", "--ntasks-per-node", "--gpus-per-node"),  # SLURM
 }
 FENCED = re.compile(r"^```.*?\n(.*?)^```\n?", re.MULTILINE | re.DOTALL)
