@@ -39,12 +39,11 @@ NO_DELIMITER = "\x1f"
 # Folders that are not part of the built-in text: tests, installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # The words for splits in names of files and folders, as in Hugging Face's `datasets`.
-SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "val": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
+SPLIT_OF = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "val"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
 # A word alone or between separators: "train", "train_en", "ptb.train", "my-train-set".
 SPLIT_NAME = re.compile(rf"(?:(.+)[-_. ])?({'|'.join(SPLIT_OF)})(?:[-_. ](.+))?")
 SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?(-[0-9a-f]{16})?$")  # train-00000-of-00002
@@ -107,7 +106,7 @@ def find_splits(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, 
 
 
 def _by_split(files: list[str]) -> dict[str, list[str]]:
-    """Divide the files of a folder into "train", "val" and "test" by the SPLIT_WORDS in the names
+    """Divide the files of a folder into "train", "val" and "test" by SPLIT_OF, in the names
     of files or subfolders. A file is for validation or testing only if a file for training has the
     same name apart from the word, the suffix and the number of the shard, or if there are only
     files for validation and testing. All others train."""
@@ -115,7 +114,7 @@ def _by_split(files: list[str]) -> dict[str, list[str]]:
     named = {path: _split_of(Path(os.path.relpath(path, base))) for path in files}
     partners = {name for split, name in named.values() if split == "train"}
     held_out = {split for split, _ in named.values()} == {"val", "test"}
-    splits = {split: [] for split in SPLIT_WORDS}
+    splits = {"train": [], "val": [], "test": []}
     for path, (split, name) in named.items():
         splits[split if held_out or name in partners else "train"].append(path)
     return splits
