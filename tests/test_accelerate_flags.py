@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from conftest import error_of
 
-from lm.common.errors import UsageError
 from lm.engine import accelerate_flags
 from lm.engine.accelerate_flags import chosen_precision, reading_notes, with_accelerate_flags
 
@@ -93,9 +93,9 @@ def test_a_deepspeed_file_decides_flags_that_are_not_typed(environ, file, sectio
     ],
 )
 def test_a_file_that_contradicts_or_cannot_be_followed_is_refused(file, section, typed, says):
-    with pytest.raises(UsageError, match=r"ds\.json") as refused:
-        with_accelerate_flags({"deepspeed": file(**section)} | typed)
-    assert says in str(refused.value)
+    line = error_of(with_accelerate_flags, {"deepspeed": file(**section)} | typed)
+    assert says in line
+    assert "ds.json" in line
 
 
 def test_without_bf16_the_default_precision_is_fp32(file):
@@ -181,8 +181,8 @@ def test_the_launchers_accumulation_and_clipping_count(environ):
     assert with_accelerate_flags({}) == flags
     saved = {"accumulation_steps": 4, "seed": 7}  # of a resumed run
     assert with_accelerate_flags({}, saved=saved) == saved | flags
-    with pytest.raises(UsageError, match=r"or type --accumulation_steps 2$"):
-        with_accelerate_flags({"accumulation_steps": 8})
+    line = error_of(with_accelerate_flags, {"accumulation_steps": 8})
+    assert line.endswith("or type --accumulation_steps 2")
     environ |= {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}
     assert with_accelerate_flags({"accumulation_steps": 8})["accumulation_steps"] == 8
 
@@ -190,9 +190,8 @@ def test_the_launchers_accumulation_and_clipping_count(environ):
 def test_a_typed_precision_must_be_the_launchers(environ):
     environ |= {"ACCELERATE_MIXED_PRECISION": "fp16"}
     assert with_accelerate_flags({}) == {"dtype": "float16"}
-    with pytest.raises(UsageError, match=r"or type --dtype float16$"):
-        with_accelerate_flags({"dtype": "float32"})
+    assert "or type --dtype float16" in error_of(with_accelerate_flags, {"dtype": "float32"})
     assert with_accelerate_flags({}, "no") == {"dtype": "float32"}  # of a launcher that will start
     environ |= {"ACCELERATE_MIXED_PRECISION": "fp8"}
-    with pytest.raises(UsageError, match="mixed_precision fp8 of the launcher: take bf16"):
-        with_accelerate_flags({})
+    said = "mixed_precision fp8 of the launcher: take bf16, fp16 or no"
+    assert error_of(with_accelerate_flags, {}) == said

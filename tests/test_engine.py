@@ -8,7 +8,6 @@ import torch
 from conftest import REPOSITORY, error_of
 from warm_ranks import without_launcher
 
-from lm.common.errors import UsageError
 from lm.engine import engine
 from lm.engine.engine import (
     Engine,
@@ -99,8 +98,7 @@ def test_flags_and_processes_that_do_not_suit_the_gpus_are_refused(environ, monk
     ):
         fake_gpu(monkeypatch, **gpu)
         environ["LOCAL_WORLD_SIZE"] = "4" if "devices" in gpu else "1"
-        with pytest.raises(UsageError, match=named):
-            build_engines([args])
+        assert named in error_of(build_engines, [args])
     environ["LOCAL_WORLD_SIZE"] = "2"
     for args in (tf32, FP16):
         build_engines([args])
@@ -143,8 +141,8 @@ def test_the_deepspeed_flag_sets_the_variables_of_accelerate_launch(environ):
         set_launch_variables(NAMED)
         assert environ.items() >= (theirs | ours).items()
     environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "other.json"
-    with pytest.raises(UsageError, match=r"drop --deepspeed .* file is other.json"):
-        set_launch_variables(NAMED)
+    line = f"drop --deepspeed {OURS}: the launcher's DeepSpeed file is other.json"
+    assert error_of(set_launch_variables, NAMED) == line
 
 
 def test_a_model_that_names_no_deepspeed_file_uses_the_launchers_file(environ):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import error_of
 from torch import nn
 
-from lm.common.errors import UsageError
 from lm.engine.engine import Engine
 from lm.engine.whole_tensors import Partition, TrainingState, partitions
 from lm.training.arguments import TrainingArguments
@@ -117,10 +117,10 @@ def new_state(accelerator, lora_dim: int = 0) -> TrainingState:
 def test_weights_and_moments_that_do_not_fit_the_model_are_named(accelerator):
     plain, two, four = (new_state(accelerator, lora_dim) for lora_dim in (0, 2, 4))
     base, moments = plain.weights(), plain.moments()
-    with pytest.raises(UsageError, match=r"lora_a has shape \(4, 32\), the model needs \(2, 32"):
-        two.load_weights(ChainMap(four.weights(), base), "checkpoint")
-    with pytest.raises(UsageError, match=r"wk.lora_a is not in this model"):
-        plain.load_weights(four.weights() | base, "checkpoint")
+    others = ChainMap(four.weights(), base)
+    said = "lora_a has shape (4, 32), the model needs (2, 32"
+    assert said in error_of(two.load_weights, others, "checkpoint")
+    assert "lora_a is not in this model" in error_of(plain.load_weights, others, "checkpoint")
     moments["norm.weight.exp_avg"] = moments["norm.weight.exp_avg"][:1]
-    with pytest.raises(UsageError, match=r"the shape of norm\.weight\.exp_avg is not"):
-        plain.load(base, moments, plain.scalars(), "checkpoint")
+    line = error_of(plain.load, base, moments, plain.scalars(), "checkpoint")
+    assert "the shape of norm.weight.exp_avg is not" in line
