@@ -179,7 +179,7 @@ class Preparation:
 
     def _train_tokenizer(self, path: Path) -> None:
         """Train a tokenizer on a sample of the training files. Raises UsageError if that fails."""
-        texts, bad, by_size = [], [], self.vocab_size is None
+        texts, first_bad, by_size = [], None, self.vocab_size is None
         share = SAMPLE_BYTES / max(1, text_size(self.splits["train"]))
         # Of a few long documents, perhaps none is chosen. Then take the first documents.
         for record in [*self._some_records(share)] or [*self._some_records(1)]:
@@ -187,13 +187,13 @@ class Preparation:
                 parts = documents_in(parse(record), self.markers)
                 texts += [text[:SAMPLE_BYTES] for text in parts]
             except UsageError as error:
-                bad.append(error)
+                first_bad = first_bad or error
         size = self.defaults.vocab_size if by_size else self.vocab_size
         try:
             train_tokenizer(texts, size, path, may_shrink=by_size)
         except UsageError as error:
-            is_cause = bad and not (texts and self.skip_bad_lines)
-            raise (bad[0] if is_cause else error) from None
+            is_cause = first_bad and not (texts and self.skip_bad_lines)
+            raise (first_bad if is_cause else error) from None
 
     def _some_records(self, share: float) -> Iterator[Record]:
         """Yield about a share of the records for training, chosen by their checksums."""
