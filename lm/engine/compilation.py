@@ -32,13 +32,10 @@ def should_compile(wanted: str, run_flops: float, device: torch.device) -> bool:
 def why_not_compile(
     wanted: str, recorded: bool | None, run_flops: float, engine: Engine
 ) -> str | None:
-    """Return why a run is not compiled, as a text for the user, or None if it is compiled.
-    Every process must call this and gets the same answer.
-
-    `wanted` is --compile. `recorded` says if a resumed run was compiled (None: a new run). "auto"
-    keeps this choice if possible, because compiled kernels round differently. `run_flops` counts
-    model FLOPs per process. Raises UsageError if --compile is on, but compiling fails here.
-    """
+    """Return why a run is not compiled, or None if it is compiled. Every process must call this.
+    `recorded` says if a resumed run was compiled (None: a new run). "auto" keeps this choice if
+    possible, because compiled kernels round differently. `run_flops` counts model FLOPs per
+    process. Raises UsageError if --compile is on, but compiling fails here."""
     device = engine.accelerator.device
     if wanted == "off":
         return "--compile off"

@@ -51,7 +51,6 @@ def launch_fewer_kernels(zero) -> None:
     """Make DeepSpeed's optimizer of ZeRO-1 and 2 launch few kernels between the gradients and their
     update. Its own code launches about 15 for each parameter, which on an H200 took longer than the
     forward and backward pass of a model of 5 million parameters (docs/performance.md).
-
     Without `check_overflow`, DeepSpeed still skips a step whose norm is not finite."""
     if getattr(zero, "compute_grad_norm", False) and not zero.cpu_offload:
         zero.check_overflow = lambda partition_gradients: None

@@ -185,12 +185,10 @@ def announced_wait() -> Iterator[None]:
 
 
 def set_launch_variables(*models) -> None:
-    """Set the environment variables that `accelerate launch` sets for a DeepSpeed file.
-
-    If several models train, a model without --deepspeed uses the launcher's DeepSpeed file.
-    Raises UsageError if --deepspeed contradicts the launcher, if only some models use DeepSpeed, or
-    if the launcher's settings would compile the model or divide it with another engine.
-    """
+    """Set the environment variables that `accelerate launch` sets for a DeepSpeed file. If several
+    models train, a model without --deepspeed uses the launcher's DeepSpeed file. Raises UsageError
+    if --deepspeed contradicts the launcher, if only some models use DeepSpeed, or if the launcher's
+    settings would compile the model or divide it with another engine."""
     if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
         remedy = "leave out the launcher's setting, and use --compile on"
         raise UsageError(f"dynamo_backend {backend} would compile the model as a whole: {remedy}")
