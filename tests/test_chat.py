@@ -2,6 +2,7 @@
 
 import io
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 from conftest import VOCAB_SIZE
@@ -59,24 +60,16 @@ def converse(chat, monkeypatch, capsys):
     """Types the given lines; if a line is an exception, raises it. Returns the answers and the
     text of stderr."""
 
-    def typed(*lines) -> tuple[list[str], str]:
-        coming = iter([*lines, EOFError])
-
-        def ask(prompt):
-            print(prompt, end="")
-            line = next(coming)
-            if isinstance(line, str):
-                return line
-            raise line
-
-        monkeypatch.setattr("builtins.input", ask)
+    def converse(*lines) -> tuple[list[str], str]:
+        typed = Mock(side_effect=[*lines, EOFError])
+        monkeypatch.setattr("builtins.input", lambda prompt: print(prompt, end="") or typed())
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
         prompts.converse(chat.answer)
         out, err = capsys.readouterr()
         answers = [part.removesuffix("\n") for part in out.split("\n> ")[1:-1]]
         return answers, err
 
-    return typed
+    return converse
 
 
 def expected(model, tokenizer, said: list[Turn], sampling=GREEDY) -> str:

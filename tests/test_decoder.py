@@ -1,4 +1,5 @@
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,10 +63,11 @@ class FakeGraph(TorchDispatchMode):
     between them. Both are true of a real graph. A real graph also refuses operations that wait for
     the GPU; this one does not."""
 
+    replays = 0  # of all graphs
+
     def __init__(self):
         super().__init__()
         self.recorded = []
-        self.replays = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         in_place = operation._schema.is_mutable
@@ -74,26 +76,12 @@ class FakeGraph(TorchDispatchMode):
         return out
 
     def replay(self):
-        self.replays += 1
+        FakeGraph.replays += 1
         for operation, args, kwargs, out in self.recorded:
             again = operation(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                 if old.data_ptr() != new.data_ptr():  # neither a view nor changed in place
                     old.copy_(new)
-
-
-def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
-    """Let `torch.cuda` make fake graphs. Return the list to which each new graph is appended."""
-    made = []
-
-    def new_graph() -> FakeGraph:
-        made.append(FakeGraph())
-        return made[-1]
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: graph)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    return made
 
 
 def logits_of_a_batch(decoder: Decoder, lengths: tuple[int, int]) -> torch.Tensor:
@@ -112,20 +100,21 @@ def logits_of_a_batch(decoder: Decoder, lengths: tuple[int, int]) -> torch.Tenso
 
 @pytest.mark.parametrize("lengths", [(5, 5), (40, 9)])
 def test_recorded_steps_give_the_logits_of_separate_launches(monkeypatch, capsys, lengths):
-    def fail(graph, capture_error_mode):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    graphs = use_fake_graphs(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graphs := Mock(side_effect=FakeGraph))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(FakeGraph, "replays", 0)
     decoder = Decoder(transformer())
     expected = logits_of_a_batch(decoder, lengths)
-    assert graphs == []
+    graphs.assert_not_called()
     decoder.recorded = True
     torch.testing.assert_close(logits_of_a_batch(decoder, lengths), expected, rtol=0, atol=2e-6)
-    assert len(graphs) == 3 + (lengths == (40, 9))  # at first; after `keep`, `append` and growth
-    assert sum(graph.replays for graph in graphs) > 90
-    monkeypatch.setattr(torch.cuda, "graph", fail)
+    assert graphs.call_count == 3 + (lengths == (40, 9))  # after `keep`, `append` and growth, too
+    assert FakeGraph.replays > 90
+    why = "operation not permitted when stream is capturing"
+    monkeypatch.setattr(torch.cuda, "graph", Mock(side_effect=RuntimeError(why)))
     torch.testing.assert_close(logits_of_a_batch(decoder, lengths), expected, rtol=0, atol=2e-6)
-    assert capsys.readouterr().err.count("generation is slower: operation not permitted") == 1
+    assert capsys.readouterr().err.count(f"generation is slower: {why}") == 1
 
 
 def test_the_memory_of_a_dropped_cache_is_free_at_once():

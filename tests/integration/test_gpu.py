@@ -146,18 +146,6 @@ def test_the_cpu_waits_for_the_gpu_only_to_read_the_tokens():
     assert logits.isfinite().all()
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_grouped_heads_in_fp32_run_on_the_memory_efficient_kernel(head_dim):
-    *qkv, gradient = heads(8, 2, head_dim)
-    qkv = [x.requires_grad_() for x in qkv]
-    results = []
-    for attend in (plain_attention, fast_attention):
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # no other kernel may run
-            out = attend(*qkv, 0.0)
-            results.append([out, *torch.autograd.grad(out, qkv, gradient)])
-    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
-
-
 def test_compiled_blocks_give_the_loss_and_gradients_of_plain_uncompiled_blocks():
     results = []
     tokens = torch.randint(0, 50, (2, 71), device="cuda")
