@@ -86,6 +86,7 @@ def test_a_deepspeed_file_decides_flags_that_are_not_typed(environ, file, sectio
         (scheduler("WarmupDecayLR", total_num_steps=9), {"epochs": 2}, "--epochs contradicts"),
         (scheduler("WarmupLR", warmup_num_steps=0.1), {}, "0.1 steps, not a whole number"),
         (scheduler("OneCycle"), {}, "must be one of WarmupLR, WarmupDecayLR, WarmupCosineLR"),
+        ({"scheduler": {"type": "WarmupLR", "param": {}}}, {}, 'drop "scheduler.param"'),
         (scheduler("WarmupLR", warmup_min_lr=1e-6), {}, '"scheduler.params.warmup_min_lr"'),
         (scheduler("WarmupLR", warmup_steps=5), {}, '"scheduler.params.warmup_steps"'),
         (scheduler("WarmupLR", warmup_num_steps="5"), {}, '"scheduler.params.warmup_num_steps"'),

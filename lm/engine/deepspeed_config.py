@@ -263,6 +263,8 @@ def schedule_flags(config: dict, source: str) -> dict[str, Any]:
         raise UsageError(
             f'{source}: "scheduler" must be one of {known}, not {theirs!r}; or drop it'
         )
+    if others := section.keys() - {"type", "params"}:
+        raise UsageError(f'{source}: drop "scheduler.{min(others)}": DeepSpeed does not read it')
     for key, value in params.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         follows = key in FOLLOWED and (is_number or value == "auto" or key == "warmup_type")
