@@ -52,7 +52,7 @@ def test_a_text_cancelled_while_it_waits_is_never_read(worker, ask, decoder, mon
     first, left = ask(begun=True), ask(3)
     left.end()
     last = ask(4)
-    assert worker._waiting == [last]
+    wait_for(lambda: worker._waiting == [last])
     n = len(first.ids)
     wait_for(lambda: len(first.ids) > n + 2)
     assert worker._running == [first]

@@ -81,7 +81,6 @@ def plot(chart: Chart):
     if chart.from_zero:
         axes.set_ylim(bottom=0)
     axes.grid(axis="y", color="#dcdcd6")
-    axes.set_axisbelow(True)
     axes.margins(x=0)
     axes.set_xlim(left=0)
     axes.locator_params(axis="x", integer=True)

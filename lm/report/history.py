@@ -22,8 +22,7 @@ class History:
     @property
     def tokens_per_step(self) -> float | None:
         """Tokens per optimizer step of all processes; None if unknown."""
-        tokens = [row["tokens"] / row["step"] for row in self.train if row.get("tokens")]
-        return tokens[0] if tokens else None
+        return next((row["tokens"] / row["step"] for row in self.train if row.get("tokens")), None)
 
     @property
     def training_loss_is(self) -> str:

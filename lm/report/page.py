@@ -109,9 +109,6 @@ def with_curves(chart: Chart, runs: dict[str, History]) -> Chart:
 def final_numbers(run: History) -> dict[str, str]:
     """Return the summary of a run as name → text. Unknown numbers are left out."""
 
-    def text(value, form: str) -> str | None:
-        return None if value is None else format(value, form)
-
     def median(key: str) -> float | None:
         values = [row[key] for row in run.train if row.get(key) is not None]
         return statistics.median(values) if values else None
@@ -122,27 +119,27 @@ def final_numbers(run: History) -> dict[str, str]:
     # "step_seconds" is a mean since the previous row. It may leave out a resumed run's first step.
     n_steps = np.diff([0, *(row["step"] for row in run.train)])
     seconds = [row.get("step_seconds") or 0.0 for row in run.train]
-    numbers = {
-        "state": "finished" if run.folder.weights.exists() else "not finished",
-        "steps": f"{max(last.get('step', 0), validation.get('step', 0)):,}",
-        "tokens": text(last.get("tokens"), ",.0f"),
-        "epochs": text(last.get("epoch"), ".4g"),
-        "training time": str(timedelta(seconds=round(n_steps @ seconds))),
-        "training loss": text(last.get("loss"), ".4f"),
-        "validation loss": text(validation.get("val_loss"), ".4f"),
-        "best validation loss": best and f"{best[0]:.4f} at step {best[1]:,}",
-        "agreement with the teacher": text(last.get("agreement"), ".1%"),
-        "perplexity": text(validation.get("val_perplexity"), ".4g"),
-        "bits per byte": text(validation.get("val_bits_per_byte"), ".4f"),
-        "with gzip -9": text(validation.get("val_gzip"), ".2f"),
-        "with xz -9": text(validation.get("val_xz"), ".2f"),
-        "of an untrained model": text(validation.get("val_untrained"), ".2f"),
-        "tokens per second": text(median("tokens_per_second"), ",.0f"),
-        "MFU": text(median("mfu"), ".1%"),
-        "peak memory in GiB": text(last.get("memory_gib"), ".2f"),
-        "skipped steps": text(last.get("skipped_steps"), ",.0f"),
+    numbers = {  # name: (value, format)
+        "state": ("finished" if run.folder.weights.exists() else "not finished", ""),
+        "steps": (max(last.get("step", 0), validation.get("step", 0)), ","),
+        "tokens": (last.get("tokens"), ",.0f"),
+        "epochs": (last.get("epoch"), ".4g"),
+        "training time": (timedelta(seconds=round(n_steps @ seconds)), ""),
+        "training loss": (last.get("loss"), ".4f"),
+        "validation loss": (validation.get("val_loss"), ".4f"),
+        "best validation loss": (best and f"{best[0]:.4f} at step {best[1]:,}", ""),
+        "agreement with the teacher": (last.get("agreement"), ".1%"),
+        "perplexity": (validation.get("val_perplexity"), ".4g"),
+        "bits per byte": (validation.get("val_bits_per_byte"), ".4f"),
+        "with gzip -9": (validation.get("val_gzip"), ".2f"),
+        "with xz -9": (validation.get("val_xz"), ".2f"),
+        "of an untrained model": (validation.get("val_untrained"), ".2f"),
+        "tokens per second": (median("tokens_per_second"), ",.0f"),
+        "MFU": (median("mfu"), ".1%"),
+        "peak memory in GiB": (last.get("memory_gib"), ".2f"),
+        "skipped steps": (last.get("skipped_steps"), ",.0f"),
     }
-    return {name: value for name, value in numbers.items() if value}
+    return {name: format(x, form) for name, (x, form) in numbers.items() if x is not None}
 
 
 def _table(rows: dict[str, dict[str, str]]) -> str:

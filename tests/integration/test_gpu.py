@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import Trained, run, train
 from small_model import opinionated
-from test_cpu_attention import heads as heads_on_cpu
+from test_attention import heads as heads_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lm.engine.compilation import compile_blocks

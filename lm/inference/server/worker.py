@@ -24,7 +24,7 @@ class Worker:
         """Queue a text. The worker's thread calls `text.deliver`. Only the finish reason "closed"
         is delivered by the thread that calls `close`, or `submit` after `close`."""
         with self._changed:
-            self._waiting = [t for t in self._waiting if not t.finish_reason] + [text]
+            self._waiting.append(text)
             self._changed.notify()
         if self._closing:
             text.end("closed")
@@ -47,8 +47,8 @@ class Worker:
                 if self._closing:
                     return
                 free = self._together - len(batch.texts)
-                new, self._waiting = self._waiting[:free], self._waiting[free:]
-            new = [text for text in new if not text.finish_reason]
+                waiting = [text for text in self._waiting if not text.finish_reason]
+                new, self._waiting = waiting[:free], waiting[free:]
             self._running = batch.texts + new
             try:
                 if new:
