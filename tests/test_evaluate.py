@@ -128,6 +128,10 @@ def test_of_a_folder_with_splits_validation_is_scored_or_else_test(tmp_path):
 def test_questions_are_scored_with_delimiter_or_template(evaluate, refused, run_folder, tmp_path):
     path = write_lines(tmp_path / "q.jsonl", QUESTIONS)
     out, result = evaluate("--data", path)
+    letters = {0: "A", 1: "B", "B": "B"}
+    rows = [question | {"answer": letters[question["answer"]]} for question in QUESTIONS]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    assert evaluate("--data", tmp_path / "q.parquet")[1]["metrics"] == result["metrics"]
     assert (result["task"], result["units"], result["truncated"]) == ("choice", 4, 1)
     assert (result["template"], result["delimiter"]) == (False, " ")
     assert "scored: 4 questions, 1 truncated" in out
@@ -178,9 +182,8 @@ def test_all_models_are_scored_on_the_same_first_documents(evaluate, run_folder,
 def test_the_first_line_or_row_decides_the_task(content, text_column, task, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [content, {"other": "z"}])
     assert detect_task(str(path), text_column) == task
-    if task != "choice":
-        pq.write_table(pa.Table.from_pylist([{"id": 1} | content]), tmp_path / "a.parquet")
-        assert detect_task(str(tmp_path / "a.parquet"), text_column) == task
+    pq.write_table(pa.Table.from_pylist([{"id": 1} | content]), tmp_path / "a.parquet")
+    assert detect_task(str(tmp_path / "a.parquet"), text_column) == task
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from lm.data.dataset import next_tokens
 from lm.data.tokenizer import Tokenizer
 from lm.evaluation.scoring import Row, ratio
 
+KEYS = ("question", "choices", "answer")
 FORM = '{"question": text, "choices": [two or more texts], "answer": number from 0, or "A", "B" …}'
 
 
 def parse_question(record: Record) -> tuple[str, list[str], int]:
     """Return question, choices, index of the answer. Raises UsageError for another form."""
     fields = load_json(record)
-    text, choices, right = (fields.get(key) for key in ("question", "choices", "answer"))
+    text, choices, right = map(fields.get, KEYS)
     if isinstance(right, str) and len(right) == 1:
         right = ord(right) - ord("A")  # "B" is 1
     texts = [text, *choices] if isinstance(choices, list) else []

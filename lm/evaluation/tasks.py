@@ -16,6 +16,7 @@ from lm.data.order import spread
 from lm.data.shards import CONVERSATIONS, is_prepared, read_description
 from lm.data.tokenizer import tokenizer_hash
 from lm.engine.hardware import device_name
+from lm.evaluation.multiple_choice import KEYS as QUESTION_KEYS
 from lm.evaluation.multiple_choice import answers, question_rows
 from lm.evaluation.rows import conversation_rows, document_rows, prepared_rows
 from lm.evaluation.scoring import LEAST_UNITS, Row, Scorer, summary
@@ -62,7 +63,9 @@ def detect_task(data: str, text_column: str | None = None) -> str:
     path, column, keys = split_to_score(data)[1][0], text_column or TEXT_COLUMN, set()
     with suppress(StopIteration, UsageError):  # scoring reports a bad first line
         if suffix_of(path) in CHAT_SUFFIXES:
-            keys = load_json(next(read_records([path], (column, *CHAT_KEYS)))).keys()
+            keys = load_json(
+                next(read_records([path], (column, *QUESTION_KEYS, *CHAT_KEYS)))
+            ).keys()
     if "question" in keys:
         return "choice"
     is_chat = column not in keys and any(key in keys for key in CHAT_KEYS)
@@ -106,7 +109,8 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
     tokenizer, seq_len = trained.tokenizer, trained.model.config.max_seq_len
     (split, files), is_chat = split_to_score(args.data), args.task == "conversations"
     column = args.text_column or TEXT_COLUMN
-    records = conversation_records(files) if is_chat else read_records(files, (column,))
+    columns = QUESTION_KEYS if args.task == "choice" else (column,)
+    records = conversation_records(files) if is_chat else read_records(files, columns)
     records = islice(records, args.limit or None)  # 0 is no limit
     facts = {"split": split, "changed_by_tokenizer": 0}
     if is_chat:
