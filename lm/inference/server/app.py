@@ -68,8 +68,7 @@ def make_app(served: Served) -> FastAPI:
         if not {"*", request.url.hostname} & set(served.hosts):
             raise ApiError(400, f"start the server with --allowed_host {request.url.hostname}")
 
-    pages = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    app = FastAPI(**pages, dependencies=[Depends(check_host)])
+    app = FastAPI(openapi_url=None, dependencies=[Depends(check_host)])
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=499))
     page = PAGE.read_text(encoding="utf-8").replace("{{name}}", html.escape(served.name))
 
