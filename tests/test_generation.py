@@ -73,7 +73,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def text_of(prompt: list[int], n: int, sampling: Sampling = WILD, **options) -> Continuation:
-    return Continuation(prompt=prompt, max_new_tokens=n, sampling=sampling, **options)
+    return Continuation(prompt, n, sampling, **options)
 
 
 def test_texts_that_join_and_leave_a_batch_are_the_same_as_alone(long):

@@ -18,7 +18,7 @@ from model.cache import Cache
 from model.transformer import Transformer
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Continuation:
     """One prompt and its new tokens. Whenever the context is full, the model goes on with the
     newest half of the context.
@@ -42,9 +42,7 @@ class Continuation:
         self._start = 0  # index of the first token that the model sees
 
     def take(self, token: int) -> None:
-        """Append the next token, or end the text. An ended text ignores the token."""
-        if self.finish_reason:
-            return
+        """Append the next token, or end the text."""
         if token in self.stop_ids:
             self.finish_reason = "stop"
         else:
@@ -87,7 +85,7 @@ class StreamedText(Continuation):
         self._held = ""  # decoded but not delivered
 
     def take(self, token: int) -> None:
-        if self.finish_reason:
+        if self.finish_reason:  # another thread has ended the text
             return
         super().take(token)
         self._decode()
@@ -214,13 +212,7 @@ def generate(
     i are drawn with seed + i. `Sampling` and `Continuation` describe the other arguments."""
     sampling = sampling or Sampling()
     texts = [
-        Continuation(
-            prompt=prompt,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling.numbered(i),
-            next_ids=next_ids,
-            stop_ids=stop_ids,
-        )
+        Continuation(prompt, max_new_tokens, sampling.numbered(i), next_ids, stop_ids)
         for i, prompt in enumerate(prompts)
     ]
     if max_new_tokens:

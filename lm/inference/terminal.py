@@ -114,13 +114,9 @@ class Chat:
             return
         prompt = self.ask(line.strip())
         n_free = self.context - len(prompt)
-        answer = StreamedText(
-            prompt=prompt,
-            max_new_tokens=min(self.max_new_tokens or n_free, n_free),
-            sampling=self.sampling.numbered(self.n_answers),
-            tokenizer=self.tokenizer,
-            deliver=print_piece,
-        )
+        limit = min(self.max_new_tokens or n_free, n_free)
+        how = self.sampling.numbered(self.n_answers)
+        answer = StreamedText(prompt, limit, how, tokenizer=self.tokenizer, deliver=print_piece)
         self.n_answers += 1
         try:
             generate_all(self.decoder, [answer])

@@ -111,10 +111,7 @@ def test_steps_recorded_in_cuda_graphs_give_the_tokens_of_separate_launches(dtyp
         made.recorded = recorded
         batch, how = Batch(made), Sampling(temperature=temperature)
         lengths = [(5, 30), (9, 200), (40, 60)]
-        texts = [
-            Continuation(prompt=list(range(2, 2 + length)), max_new_tokens=n, sampling=how)
-            for length, n in lengths
-        ]
+        texts = [Continuation([*range(2, 2 + length)], n, how) for length, n in lengths]
         batch.add(texts[:2])
         for step in range(250):
             if step == 10:
@@ -134,7 +131,7 @@ def test_steps_recorded_in_cuda_graphs_give_the_tokens_of_separate_launches(dtyp
 
 def test_the_cpu_waits_for_the_gpu_only_to_read_the_tokens():
     batch = Batch(Decoder(opinionated(50, 300).cuda()))
-    batch.add([Continuation(prompt=[1, 2, 3], max_new_tokens=9, sampling=Sampling(top_p=0.9))])
+    batch.add([Continuation([1, 2, 3], 9, Sampling(top_p=0.9))])
     for _ in range(3):
         batch.step()
     torch.cuda.set_sync_debug_mode("error")
