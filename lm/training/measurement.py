@@ -53,20 +53,20 @@ class Speed(NamedTuple):
 
 class TimedRun(Run):
     """A run of a few steps that takes their time with each of several numbers of `threads`, in
-    about `seconds` at most. It logs, validates, samples and saves nothing."""
+    about `seconds` at most. It logs and saves nothing."""
 
     def __init__(self, *parts, threads: tuple[int, ...], seconds: float, **names):
         super().__init__(*parts, **names)
         self.threads, self.until = threads, time.perf_counter() + seconds
         self.seconds = seconds
         self.rows = self.args.batch_size  # sequences of a micro-batch
-        self.times: dict[int | None, float] = {}  # number of threads → seconds of a step
-        self.one_seconds = self.sample_seconds = 0.0  # of a step with, and a validation of, one
+        self.speed: Speed | None = None  # the result, when all times are taken
         self.first_step = 0  # at step 1 fine-tuning would begin with a validation
 
     def steps(self) -> Iterator[int]:
         """Yield steps until all times are taken."""
         self.model.train()
+        times: dict[int | None, float] = {}  # number of threads → seconds of a step
         if self.why_not_compiled:  # other numbers of sequences would be compiled anew
             self.rows = 1
             yield from self._window()  # allocates memory
@@ -76,25 +76,22 @@ class TimedRun(Run):
         yield from self._window()
         for _ in range(WINDOWS):
             for number in self.threads or (None,):
-                if self.times.get(number) and time.perf_counter() > self.until:
+                if times.get(number) and time.perf_counter() > self.until:
                     continue
                 if number:
                     torch.set_num_threads(number)
                 taken = yield from self._window(WINDOW)
-                self.times[number] = min(taken, self.times.get(number, taken))
-        if self.best:
-            torch.set_num_threads(self.best)
-        if self.val_loader:
-            self.sample_seconds = self._validation_seconds()
+                times[number] = min(taken, times.get(number, taken))
+        best = min(times, key=times.get)
+        if best:
+            torch.set_num_threads(best)
+        sample = self._validation_seconds() if self.val_loader else 0.0
+        one = 0.0
         if self.why_not_compiled:
             self.rows = 1
             taken = yield from self._window(WINDOW)
-            self.one_seconds = taken / self.args.batch_size
-
-    @property
-    def best(self) -> int | None:
-        """The number of threads with the shortest steps."""
-        return min(self.times, key=self.times.get)
+            one = taken / self.args.batch_size
+        self.speed = Speed(times[best], one, sample, best)
 
     def _window(self, seconds: float = 0.0) -> Generator[int, None, float]:
         """Yield steps for `seconds`, at least one; return the seconds of a step of a whole
@@ -165,4 +162,4 @@ def measure(
                     # Else DeepSpeed's hooks keep the weights. Under ZeRO-3 a cache of it does, too.
                     run.model.destroy()
                     importlib.import_module("deepspeed.comm").destroy_process_group()
-    return Speed(run.times[run.best], run.one_seconds, run.sample_seconds, run.best)
+    return run.speed
