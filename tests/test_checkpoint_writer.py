@@ -1,6 +1,7 @@
 """Saving while training continues, and loading; test_checkpoint.py tests the files."""
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,7 +14,6 @@ from lm.storage.checkpoint import damage, read_state, write_checkpoint
 from lm.storage.folder import RunFolder, step_of
 from lm.training import checkpoint_writer
 from lm.training.checkpoint_writer import is_best, load_checkpoint
-from lm.training.log import StepClock
 from lm.training.loss_meter import LossMeter
 from lm.training.runs import Runs
 from model import LMConfig
@@ -71,7 +71,8 @@ def runs_of(
         lines, meter = [], LossMeter(engine.accelerator)
         meter.add(2.0, loss=torch.tensor(0.5))
         meter.end_step(1.0)
-        log = SimpleNamespace(lines=lines, say=lines.append, meter=meter, clock=StepClock())
+        log = SimpleNamespace(lines=lines, say=lines.append, meter=meter, paused=0.0)
+        log.pause = nullcontext
         place = {"folder": folder, "engine": engine, "accelerator": engine.accelerator}
         facts = {"processes": engine.processes, "identity": IDENTITY}
         state = FakeState(value, engine)

@@ -138,10 +138,10 @@ def test_speed_excludes_the_first_step_and_pauses_but_time_left_includes_pauses(
     said = capsys.readouterr().out
     assert "left" not in said
     assert "tokens/s" not in said
-    with log.clock.pause():
+    with log.pause():
         clock.now += 50
     for step in (first_step + 1, first_step + 2):
-        with log.clock.pause():
+        with log.pause():
             clock.now += 2
         feed(log, step, seconds=6)
     last = next(row for row in rows(tmp_path) if row["step"] > first_step)

@@ -4,14 +4,14 @@ import hashlib
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import isfinite
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, filter_trackers
+from accelerate.tracking import filter_trackers
 from torch import Tensor
 
 from lm.common.atomic import write_whole
@@ -21,20 +21,6 @@ from lm.report.history import read_rows
 from lm.training.inputs import Inputs
 from lm.training.loss_meter import LossMeter
 from model.experts import ROUTING
-
-
-class StepClock:
-    """Steps and paused seconds since the last report; before the first, since start or step 1."""
-
-    def __init__(self):
-        self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Context whose time does not count in the throughput."""
-        start = time.perf_counter()
-        yield
-        self.paused += time.perf_counter() - start
 
 
 class TrainingLog:
@@ -49,7 +35,9 @@ class TrainingLog:
         self.samples_per_step = self.args.global_batch(accelerator.num_processes)
         routing = ROUTING if inputs.config.use_moe else ()
         self.meter = LossMeter(accelerator, (*self.args.logged, *routing))
-        self.clock = StepClock()
+        # Since the last report; before the first report, since the start or step 1.
+        self._steps, self._began = 0, time.perf_counter()
+        self.paused = 0.0  # seconds
         self._peak = peak_flops(device_name(accelerator.device), self.args.matrix_precision)
         self._file = None  # metrics.jsonl; None before `open`, and always on other processes
         self._unwritten = b""  # rows that could not be written yet
@@ -87,35 +75,42 @@ class TrainingLog:
             said = f"a tracker does not start ({one_line(error)}); --log_with none trains without"
             raise UsageError(f"--log_with {self.args.log_with}: {said}") from error
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context whose time does not count in the throughput."""
+        start = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - start
+
     def end_step(self, step: int, rate: float, grad_norm: float | Tensor) -> None:
         """Count an optimizer step that has ended; report if it is time."""
-        self.clock.steps += 1
+        self._steps += 1
         self.meter.end_step(grad_norm)
         is_due = step % self.args.log_interval == 0 or step in (1, self.total_steps)
         if is_due:
             self._report(step, rate, float(grad_norm))
         if is_due or step == self.first_step:
             float(grad_norm)  # waits, so that the GPU is idle when the clock starts
-            self.clock = StepClock()
+            self._steps, self.paused, self._began = 0, 0.0, time.perf_counter()
 
     def _report(self, step: int, rate: float, grad_norm: float) -> None:
         """Print a log line and write a row of metrics.jsonl."""
-        clock, data = self.clock, self.inputs.train_set
+        data = self.inputs.train_set
         tokens_per_step = self.samples_per_step * data.tokens_per_sample
-        elapsed = time.perf_counter() - clock.began
-        seconds = elapsed - clock.paused
+        elapsed = time.perf_counter() - self._began
+        seconds = elapsed - self.paused
         means = self.meter.take()
         skipped = int(self.meter.skipped_steps)
         speed = utilisation = None
         timing = f"{seconds:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
-            speed = round(clock.steps * tokens_per_step / seconds, 1)
+            speed = round(self._steps * tokens_per_step / seconds, 1)
             timing = f"{speed:,.0f} tokens/s  "
             if self._peak is not None:
                 peak = self._peak * self.accelerator.num_processes
                 utilisation = speed * self.inputs.flops_per_token / peak
                 timing += f"MFU {utilisation:.1%}  "
-            left = int(elapsed / clock.steps * (self.total_steps - step))
+            left = int(elapsed / self._steps * (self.total_steps - step))
             timing += f"left {timedelta(seconds=left)}"
         values = {
             "step": step,
@@ -126,7 +121,7 @@ class TrainingLog:
             "grad_norm": grad_norm,
             "skipped_steps": skipped,
             "tokens_per_second": speed,
-            "step_seconds": round(seconds / clock.steps, 4),
+            "step_seconds": round(seconds / self._steps, 4),
             "mfu": utilisation,
             "memory_gib": round(peak_memory_bytes(self.accelerator.device) / 2**30, 2),
         }
@@ -162,19 +157,15 @@ class TrainingLog:
                 print(f"{self.name}  {text}" if self.name else text, flush=True)
 
     def close(self) -> None:
-        self._for_trackers(lambda tracker: tracker.finish())
+        for tracker in self.accelerator.trackers:
+            with reported(tracker.name, self.say):
+                tracker.finish()
         self.accelerator.trackers = []  # Accelerate would finish them again
         if self._file is not None:
             self._file.close()
 
-    def _for_trackers(self, call: Callable[[GeneralTracker], None]) -> None:
-        """Call `call` with each tracker. Report an error, which must not stop training."""
-        for tracker in self.accelerator.trackers:
-            with reported(tracker.name, self.say):
-                call(tracker)
-
     def _write(self, values: dict, section: str) -> None:
-        """Add a row to metrics.jsonl and to the trackers. A full disk does not stop training."""
+        """Add a row to metrics.jsonl and to the trackers. An error does not stop training."""
         if self._file is None:
             return
         # Other programs reject NaN in JSON.
@@ -188,7 +179,9 @@ class TrainingLog:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             self.say(f"NOT WRITTEN: {error}; rows not in {self.folder.metrics} are in memory")
-        self._for_trackers(lambda tracker: tracker.log(tracked, step=step))
+        for tracker in self.accelerator.trackers:
+            with reported(tracker.name, self.say):
+                tracker.log(tracked, step=step)
 
 
 def require_trackers(names: list[str]) -> None:

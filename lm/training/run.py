@@ -216,7 +216,7 @@ class Run:
     def report(self, step: int, grad_norm: float | Tensor) -> None:
         """Log the step, then `evaluate`. Raises UsageError after --max_bad_steps steps in a row
         with a non-finite gradient."""
-        with self.log.clock.pause():
+        with self.log.pause():
             profile = self.profiler.end_step(step)
         self.log.end_step(step, self.learning_rate(step), grad_norm)
         if profile:
@@ -241,7 +241,7 @@ class Run:
         after a stop request, which ends the validation on all processes before the same batch."""
         if not self.val_loader:
             return None
-        with self.log.clock.pause():
+        with self.log.pause():
             data = self.inputs.val_set
             how = (self.accelerator, data.bytes_per_token, self.runs.stop.reason)
             result = validate(self.model, self.val_loader, *how)
@@ -259,7 +259,7 @@ class Run:
         interrupted validation."""
         if self.interrupted:
             return
-        with self.log.clock.pause():
+        with self.log.pause():
             write_sample(step, self.state.whole_model(), self.inputs, self.log)
 
     def is_time_to_save(self, step: int) -> bool:

@@ -34,12 +34,12 @@ class Runs:
         self._end_turn(run)
 
     def in_turn(self) -> Iterator[Run]:
-        """Yield each run after switching to its engine and random state. The clock of a run does
-        not count the turns of other runs."""
+        """Yield each run after switching to its engine and random state. In the throughput
+        of a run, the turns of other runs do not count."""
         for run in self.all:
             select_engine(run.engine)
             if len(self.all) > 1:
-                run.log.clock.paused += time.perf_counter() - self._left[run]
+                run.log.paused += time.perf_counter() - self._left[run]
                 restore_random(self._random[run], run.accelerator.device)
             yield run
             if len(self.all) > 1:
@@ -73,7 +73,7 @@ class Runs:
         """Copy the state of each run; a thread writes the checkpoints while training goes on."""
         copies = []
         for run in self.in_turn():
-            with run.log.clock.pause():
+            with run.log.pause():
                 self.wait()
                 started = time.perf_counter()
                 tensors, scalars = copy_state(run.state, run.log.meter)
