@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from small_model import opinionated
 from torch.nn import functional as F
 
 from benchmarks.generation import llama_of
@@ -15,16 +16,9 @@ SHAPE |= {"hidden_dim": 64, "max_seq_len": 40}
 NORMED = {"qk_norm": True, "head_dim": 12}
 
 
-def transformer(seed=0, **changes) -> Transformer:
-    """A tiny model in evaluation mode, with norm weights that are not all one."""
-    torch.manual_seed(seed)
-    model = Transformer(LMConfig(**SHAPE | changes)).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.data.uniform_(0.5, 1.5)
-        else:
-            parameter.data.mul_(5)  # so that logits vary
-    return model
+def transformer(**changes) -> Transformer:
+    settings = SHAPE | changes
+    return opinionated(settings.pop("vocab_size"), settings.pop("max_seq_len"), **settings)
 
 
 def some_tokens(seq_len=13, batch=3, seed=1) -> torch.Tensor:
