@@ -83,9 +83,7 @@ def find_folder(args: TrainingArguments, claims: bool = False) -> tuple[RunFolde
         claim(run)
     if run.metrics.exists() and not args.resume:
         raise UsageError(f"{run.path} holds a run: pass --resume auto, or another --run_name")
-    if named:
-        return run, checkpoints_at(named)
-    return run, run.all_checkpoints() if args.resume else []
+    return run, checkpoints_at(named or run.path) if args.resume else []
 
 
 def set_aside(start: StartingPoint) -> None:
