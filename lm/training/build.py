@@ -46,12 +46,9 @@ def select_engine(engine: Engine) -> None:
 def build_model(
     inputs: Inputs, engine: Engine, work: Workload
 ) -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:
-    """Build a model with random initial weights, and its optimizer. Every process must call this.
-
-    Model and optimizer are as `accelerator.prepare` returns them. The optimizer updates trained
-    parameters in fp32. Frozen parameters are in --dtype.
-    Raises UsageError if DeepSpeed cannot be set up, or if DeepSpeed rejects its configuration.
-    """
+    """Build a model with random initial weights, and its optimizer, as `accelerator.prepare`
+    returns them. Trained parameters are updated in fp32, frozen parameters are in --dtype. Every
+    process must call this. Raises UsageError if DeepSpeed rejects its configuration."""
     args, config, accelerator = inputs.args, inputs.config, engine.accelerator
     engine.fit_to(config.dim, work.trained)
     set_up_deepspeed(engine)

@@ -17,8 +17,7 @@ from lm.training.loss_meter import LossMeter
 
 
 def copy_state(state: TrainingState, meter: LossMeter) -> tuple[dict[str, dict], dict]:
-    """Return copies for a checkpoint: the tensors of each file, and scalars for state.json. Every
-    process must call this."""
+    """Copy the tensors of each file, and scalars for state.json. Every process must call this."""
     tensors = {files.WEIGHTS: state.weights(), files.OPTIMIZER: state.moments()}
     mine = random_state(state.engine.accelerator.device) | meter.state()
     ranks = gather_object([mine]) if state.engine.processes > 1 else [mine]
@@ -29,8 +28,7 @@ def copy_state(state: TrainingState, meter: LossMeter) -> tuple[dict[str, dict],
 
 
 def is_best(engine: Engine, run: RunFolder, val_loss: float) -> bool:
-    """Return whether no checkpoint on the disk has a loss as low as this. Every process must call
-    this."""
+    """Return whether no checkpoint has a loss as low as this. Every process must call this."""
 
     def decide() -> bool:
         best = files.best(run.all_checkpoints())

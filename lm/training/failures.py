@@ -14,9 +14,8 @@ SILENT = ("Connection timed out", "Timed out waiting")
 
 @contextmanager
 def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
-    """Turn three kinds of failure in this context into an error of one line. Raises
-    TooLittleMemoryError if memory ran out, and UsageError if a C++ compiler failed, or if another
-    process ended or does not answer."""
+    """Turn failures in this context into an error of one line: TooLittleMemoryError if memory ran
+    out, UsageError if a C++ compiler failed, or if another process ended or does not answer."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,7 +1,4 @@
-"""Find and check the weights, teacher, data and checkpoint of a run, before its model is built.
-
-lm/launch/preflight.py also calls `find_inputs`, in a single process, to check a launch.
-"""
+"""Find and check the weights, teacher, data and checkpoint of a run, before its model is built."""
 
 import os
 import shlex
@@ -86,8 +83,7 @@ def find_inputs(
     start: StartingPoint | None = None,
 ) -> Inputs:
     """Find and check everything that a run needs. Every process must call it. Before a launch
-    `engine` and `start` are None, and `processes` is given. Raises UsageError or ConfigError if a
-    check fails."""
+    `engine` and `start` are None. Raises UsageError or ConfigError if a check fails."""
     processes = engine.processes if engine else processes
     start = start or find_starting_points([args])[0]
     choose = partial(choose_sources, args, model_settings, start)
@@ -215,9 +211,8 @@ def prepared_data(
 
 
 def require_text_of_run(named: str, files: list[str], folder: Path, data: str, run: Path) -> None:
-    """Raise UsageError unless `data`, the prepared data of a resumed run, is that of these files:
-    it is never replaced. `named` are the settings that name the files, `folder` is where they are
-    prepared."""
+    """Raise UsageError unless `data`, the data of a resumed run, was prepared from these files, for
+    which `folder` is the prepared data. `named` are the settings that name the files."""
     then = read_description(Path(data)).get("prepared_from", {})
     now = (folder.resolve(), len(files), sum(map(os.path.getsize, files)))
     if now != (Path(data).resolve(), then.get("files"), then.get("bytes_on_disk")):

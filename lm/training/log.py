@@ -25,8 +25,7 @@ from model.experts import ROUTING
 
 class TrainingLog:
     """Report at step 1, every `log_interval` steps and at the last step. The throughput leaves out
-    pauses and the first step after a start, which may compile. Only the main process writes. `name`
-    is printed before each message. It is empty unless several runs are trained side by side."""
+    the first step after a start, which may compile. `name`, if any, is printed before messages."""
 
     def __init__(self, inputs: Inputs, accelerator: Accelerator, name: str = ""):
         self.accelerator, self.name = accelerator, name

@@ -94,8 +94,7 @@ class TimedRun(Run):
         self.speed = Speed(times[best], one, sample, best)
 
     def _window(self, seconds: float = 0.0) -> Generator[int, None, float]:
-        """Yield steps for `seconds`, at least one; return the seconds of a step of a whole
-        micro-batch."""
+        """Yield steps for `seconds`, at least one; return the seconds of a full micro-batch."""
         begun = time.perf_counter()
         for n in count(1):
             yield n
@@ -135,12 +134,9 @@ def measure(
     seconds: float,
 ) -> Speed:
     """Run the loop of a training program in this process alone and return the times of its steps,
-    with the best of these numbers of CPU `threads`; (): `set_up` decides. The run folder is
-    deleted. If steps would take longer than about `seconds`, steps of fewer sequences are measured
-    and scaled up.
-
-    Raises UsageError or ConfigError if the flags cannot work, TooLittleMemoryError if memory ran
-    out."""
+    with the best of these numbers of CPU `threads`; (): `set_up` decides. If steps would take
+    longer than about `seconds`, the times of steps of fewer sequences are scaled up. Raises
+    UsageError or ConfigError if the flags cannot work, TooLittleMemoryError if memory ran out."""
     # Delete the previous run, which has reference cycles, and may have run out of memory. Deleting
     # DeepSpeed's engine leaves more to delete.
     gc.collect()

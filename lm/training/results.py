@@ -78,9 +78,8 @@ def write_sample(step: int, model: Transformer | None, inputs: Inputs, log: Trai
 
 
 def write_results(inputs: Inputs, weights: dict[str, Tensor], log: TrainingLog) -> None:
-    """Write weights (adapters merged in) and adapters; then sample.txt, loss.png and report.html,
-    each of which may fail in one line; print commands to try next. The folder of weights marks a
-    run as finished."""
+    """Write adapters, and weights (adapters merged in), which mark a run as finished; sample.txt,
+    loss.png and report.html, each of which may fail in one line; print commands to try next."""
     run, config, lora = inputs.start.folder, inputs.config, inputs.shapes.lora
     if lora:
         with whole_folder(run.adapter) as folder:

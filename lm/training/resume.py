@@ -1,7 +1,6 @@
 """What a resumed run takes over from its settings.json, and what must not change.
 
 A typed flag decides, then the launcher, then the run's settings.json, then the default.
-`run_identity` lists what must not change. `changes_since_stop` lists all other changes.
 """
 
 from dataclasses import replace
@@ -38,9 +37,8 @@ def decided_arguments(
 
 
 def saved_flags(typed: dict, arguments: type[TrainingArguments]) -> dict:
-    """Return the flags that a resumed run takes over from its settings.json, unless they are typed:
-    those that do not belong to a launch, and are known. Return {} for a new run. Raises UsageError
-    as `find_folder` does."""
+    """Return the flags that a resumed run takes over from its settings.json, those of a launch
+    excepted. Return {} for a new run. Raises UsageError as `find_folder` does."""
     if not typed.get("resume"):
         return {}
     run, checkpoints = find_folder(arguments(**{x: typed[x] for x in OF_LAUNCH & typed.keys()}))

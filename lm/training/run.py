@@ -214,8 +214,7 @@ class Run:
         self.runs.end(step)
 
     def report(self, step: int, grad_norm: float | Tensor) -> None:
-        """Log the step, then `evaluate`. Raises UsageError after --max_bad_steps steps in a row
-        with a non-finite gradient."""
+        """Log, `evaluate`. Raises UsageError at --max_bad_steps non-finite gradients in a row."""
         with self.log.pause():
             profile = self.profiler.end_step(step)
         self.log.end_step(step, self.learning_rate(step), grad_norm)
@@ -255,8 +254,7 @@ class Run:
         return result["loss"] if math.isfinite(result["loss"]) else None
 
     def write_sample(self, step: int) -> None:
-        """Let the model generate a text, log it and append it to samples.jsonl; not after an
-        interrupted validation."""
+        """Write a sample (lm/training/results.py), but not after an interrupted validation."""
         if self.interrupted:
             return
         with self.log.pause():

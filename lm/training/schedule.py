@@ -2,9 +2,8 @@
 
 A typed flag decides. Otherwise a resumed run keeps its own rates (`lm/training/resume.py`), and the
 "scheduler" of a DeepSpeed file decides (`lm/engine/deepspeed_config.py`). Otherwise the defaults
-depend on the optimizer, on the model's width, and on where the weights come from.
-run_accelerate.sh passes the flags of `recipe_flags` or `fine_tuning_rate`. docs/recipe.md has the
-measurements behind the numbers.
+depend on the optimizer, on the model's width, and on where the weights come from. docs/recipe.md
+has the measurements behind the numbers.
 """
 
 import math
@@ -66,8 +65,7 @@ def recipe_flags(
 
 
 def fine_tuning_rate(dim: int) -> float:
-    """Return the rate with which run_accelerate.sh fine-tunes; above dim 192 it falls with the
-    width."""
+    """Return run_accelerate.sh's rate for fine-tuning; above dim 192 it falls with the width."""
     return rounded(min(2e-3, 2e-3 * (192 / dim) ** 1.5))
 
 
