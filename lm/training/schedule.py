@@ -85,24 +85,21 @@ class LearningRate:
     def __init__(self, args, total_steps: int):
         self.schedule, self.total_steps = args.lr_schedule, total_steps
         self.peak, self.min_ratio = args.learning_rate, args.min_lr_ratio
-        self.decay_steps = round(args.decay_fraction * total_steps)  # length of wsd's decay
         default = min(MAX_DEFAULT_WARMUP, int(args.warmup_fraction * total_steps))
         self.warmup_steps = default if args.warmup_steps is None else args.warmup_steps
         if (warmup := self.warmup_steps) > total_steps:
             short = f"the whole run has {total_steps} steps, pass fewer"
             raise UsageError(f"--warmup_steps {warmup}: {short}")
+        decay = round(args.decay_fraction * total_steps)  # length of wsd's decay
+        ends = {"constant": total_steps, "wsd": total_steps - decay}  # of the constant phase
+        self.last_at_peak = max(self.warmup_steps, ends.get(self.schedule, 0))  # a step
 
     def __call__(self, step: int) -> float:
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
-        if self.schedule == "constant":
+        if step <= self.last_at_peak:
             return self.peak
-        start = self.warmup_steps
-        if self.schedule == "wsd":
-            start = max(start, self.total_steps - self.decay_steps)
-        if step <= start:  # the constant phase of wsd
-            return self.peak
-        progress = min(1.0, (step - start) / max(1, self.total_steps - start))
+        progress = (step - self.last_at_peak) / (self.total_steps - self.last_at_peak)
         wave = 0.5 * (1 + math.cos(math.pi * progress))
         share = wave if self.schedule == "cosine" else 1 - progress
         return self.peak * (self.min_ratio + (1 - self.min_ratio) * share)
