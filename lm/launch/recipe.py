@@ -146,27 +146,21 @@ def choose(task: Task, models: list[Candidate], speed: Callable[[Candidate], Spe
 
 
 def plan_rows(task: Task, model: Candidate, speed: Speed) -> Plan:
-    """Return the plan of a model. A plan of fewer than LEAST_STEPS steps gets smaller micro-batches
-    as long as this makes its steps more, and hardly its tokens fewer."""
+    """Return the plan of a model. If it has fewer than LEAST_STEPS steps of one micro-batch, and
+    the rows may change, it gets smaller micro-batches as long as this makes its steps more, and
+    hardly its tokens fewer."""
     plans = [plan_for(task, model, speed)]
-    while smaller := with_fewer_rows(task, plans[-1]):
-        plan = plan_for(task, smaller, speed.with_rows(smaller.rows, model.rows))
+    typed = task.typed.get("accumulation_steps", 1)
+    changes = not (task.steps_are_typed or "batch_size" in task.typed)
+    # A plan that accumulates more needs less accumulation, not smaller micro-batches.
+    while changes and plans[-1].steps < LEAST_STEPS and plans[-1].accumulation <= typed:
+        rows = max(1, plans[-1].model.rows * plans[-1].steps // LEAST_STEPS)
+        plan = plan_for(task, replace(model, rows=rows), speed.with_rows(rows, model.rows))
         if plan.steps <= plans[-1].steps:
             break
         plans.append(plan)
     most = max(plan.tokens for plan in plans)
     return next(plan for plan in reversed(plans) if plan.tokens >= NEARLY * most)
-
-
-def with_fewer_rows(task: Task, plan: Plan) -> Candidate | None:
-    """Return the model of a plan that has fewer than LEAST_STEPS steps of one micro-batch, with a
-    smaller micro-batch. Return None if the steps are enough, or the rows cannot change."""
-    rows, typed = plan.model.rows, task.typed
-    if task.steps_are_typed or "batch_size" in typed or plan.steps >= LEAST_STEPS or rows == 1:
-        return None
-    if plan.accumulation > typed.get("accumulation_steps", 1):
-        return None  # more steps need less accumulation, not smaller micro-batches
-    return replace(plan.model, rows=max(1, rows * plan.steps // LEAST_STEPS))
 
 
 def plan_for(task: Task, model: Candidate, speed: Speed) -> Plan:

@@ -12,15 +12,7 @@ from lm.common.numbers import counted
 from lm.data.shards import CONVERSATIONS
 from lm.engine.compilation import obstacle
 from lm.launch.candidates import Candidates
-from lm.launch.recipe import (
-    EVALUATIONS,
-    LEAST_STEPS,
-    Candidate,
-    Plan,
-    Task,
-    choose,
-    plan_for,
-)
+from lm.launch.recipe import EVALUATIONS, LEAST_STEPS, Candidate, Plan, Task, choose, plan_for
 from lm.training.measurement import Speed
 from lm.training.schedule import FROM_WEIGHTS
 
