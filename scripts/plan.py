@@ -6,7 +6,6 @@ r"""Estimate memory, network traffic and hours of training with each engine.
 
 import math
 import os
-from argparse import Namespace
 
 from lm.common.errors import UsageError, one_line_errors
 from lm.common.numbers import columns, counted, memory
@@ -22,8 +21,6 @@ from scripts.model_flags import at_least_1
 # The training flags that change the estimate. The flags of the model change it too.
 TRAINING_FLAGS = "accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"
 TRAINING_FLAGS += "coalesce_reduction", "max_steps", "optimizer", "tf32"
-PLAN_FLAGS = "num_processes", "num_machines", "link", "network", "vocab_size", "gpu_memory", "ram"
-PLAN_FLAGS += "device", "mfu", "tokens"
 
 
 @one_line_errors("plan", UsageError, ConfigError)
@@ -45,23 +42,24 @@ def main(argv: list[str] | None = None) -> None:
     add("--device", help="name of the GPU, such as 'H100' (default: this machine's GPU)")
     add("--mfu", type=float, default=0.4, help="model FLOPs utilization without sending")
     add("--tokens", type=float, help="training tokens (default: max_steps, or 20 per parameter)")
-    print(describe(vars(parser.parse_args(argv))))
-
-
-def describe(options: dict) -> str:
-    """Return the table and the advice. Raises UsageError or ConfigError if a value cannot work."""
-    flags = Namespace(**{name: options.pop(name) for name in PLAN_FLAGS})
-    args, model_settings = as_arguments(options)
+    flags = parser.parse_args(argv)
+    typed, _ = build_parser(only=TRAINING_FLAGS).parse_known_args(argv)
+    args, model_settings = as_arguments(vars(typed))
     shapes = without_memory(LMConfig(**model_settings, vocab_size=flags.vocab_size))
-    plan = plan_of(args, shapes, flags)
-    step = args.global_batch(flags.num_processes) * shapes.config.max_seq_len  # tokens
-    machines = math.ceil(flags.num_processes / plan.network.per_machine)
+    print(describe(plan_of(args, shapes, flags), flags.mfu))
+
+
+def describe(plan: Plan, mfu: float) -> str:
+    """Return the table and the advice."""
+    args, shapes, processes = plan.work.args, plan.work.shapes, plan.work.processes
+    step = args.global_batch(processes) * shapes.config.max_seq_len  # tokens
+    machines = math.ceil(processes / plan.network.per_machine)
     link, network, pcie = plan.links
     lines = [
         f"{shapes.num_parameters() / 1e6:.2f} million parameters, {step:,} tokens per step, "
         f"{step * plan.steps / 1e9:.3g} billion tokens in {counted(round(plan.steps), 'steps')}",
-        f"{counted(flags.num_processes, 'processes')}, {plan.memory / GIB:.1f} GiB per process, of "
-        f"which {OVERHEAD // GIB} for libraries; {plan.gpu} at {flags.mfu:.0%} MFU",
+        f"{counted(processes, 'processes')}, {plan.memory / GIB:.1f} GiB per process, of "
+        f"which {OVERHEAD // GIB} for libraries; {plan.gpu} at {mfu:.0%} MFU",
         f"{counted(machines, 'machines')}; {link} in a machine, {network} between machines, "
         f"{pcie} to RAM\n",
         columns([row(plan, strategy) for strategy in plan.engines]),
