@@ -3,14 +3,10 @@
 from contextlib import suppress
 from pathlib import Path
 
-# Controller → the files of its limit, in version 2 and in version 1 of cgroup.
-LIMITS = {"cpu": ("cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")}
-LIMITS |= {"memory": ("memory.max", "memory.limit_in_bytes")}
 
-
-def group_limits(controller: str) -> dict[Path, list[int]]:
+def group_limits(controller: str, v2: list[str], v1: list[str]) -> dict[Path, list[int]]:
     """Return the limits of this process's groups and of all groups above them: folder → numbers.
-    The numbers of "cpu" are quota and period in microseconds, the number of "memory" is bytes."""
+    `v2` and `v1` are the files that hold the numbers in version 2 and in version 1 of cgroup."""
     found, lines = {}, []
     with suppress(OSError):  # not Linux
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -21,7 +17,7 @@ def group_limits(controller: str) -> dict[Path, list[int]]:
         group = Path("/sys/fs/cgroup", controller if names else "", path.lstrip("/"))
         for above in (group, *group.parents):
             with suppress(OSError, ValueError):  # no such file here, or no limit: "max"
-                files = LIMITS[controller][bool(names)].split()
+                files = v1 if names else v2
                 words = " ".join((above / file).read_text() for file in files).split()
                 if int(words[0]) > 0:  # -1: no limit
                     found[above] = [int(word) for word in words]

@@ -13,7 +13,8 @@ def available_cores() -> int:
     cores counts as one: threads that share a core wait for each other."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quotas = [quota / period for quota, period in group_limits("cpu").values()]
+    limits = group_limits("cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"])
+    quotas = [quota / period for quota, period in limits.values()]
     return max(1, int(min([cores, *quotas])))
 
 

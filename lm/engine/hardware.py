@@ -160,7 +160,8 @@ def available_memory(device: torch.device, processes: int) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     free = psutil.virtual_memory().available
-    for group, (limit,) in group_limits("memory").items():
+    limits = group_limits("memory", ["memory.max"], ["memory.limit_in_bytes"])
+    for group, (limit,) in limits.items():
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = stat.get("anon") or stat["total_rss"]  # in use, without caches; version 2 or 1
         free = min(free, limit - int(used))
