@@ -11,7 +11,6 @@ import time
 import psutil
 import torch
 from accelerate.commands import launch
-from accelerate.commands.config.config_args import load_config_from_file
 
 from lm.common.errors import UsageError, one_line_errors
 from lm.common.numbers import available_cores, counted, size
@@ -37,10 +36,9 @@ def read_launch(config_file: str) -> str | None:
     Return Accelerate's name of the precision that the file chooses, if any. Raises UsageError if
     the file is invalid or contradicts other settings."""
     try:
-        config = load_config_from_file(config_file)
         words = ["--config_file", config_file, "--num_processes", "1", "--num_machines", "1"]
         options = launch.launch_command_parser().parse_args([*words, "program"])
-        options, _, has_precision = launch._validate_launch_command(options)
+        options, config, has_precision = launch._validate_launch_command(options)
         if options.use_deepspeed:
             fields = [*config.deepspeed_config, *["mixed_precision"] * has_precision]
             options.deepspeed_fields_from_accelerate_config = ",".join(map(str, fields))

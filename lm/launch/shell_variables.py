@@ -56,10 +56,8 @@ class ShellVariables:
         self.machines, self.machine = self._count("NUM_MACHINES", 1), self._count("MACHINE_RANK", 0)
         self.port = self._count("MASTER_PORT", 29500 if self.machines > 1 else 0)
         self.address = self.get("MASTER_ADDR")
-        # Of all machines.
-        self.processes = self._count(
-            "NUM_PROCESSES", self.machines * max(1, torch.cuda.device_count())
-        )
+        here = max(1, torch.cuda.device_count())
+        self.processes = self._count("NUM_PROCESSES", self.machines * here)  # of all machines
         if not (self.machine < self.machines and self.port < 1 << 16):
             rank = f"MACHINE_RANK {self.machine} must be below NUM_MACHINES {self.machines}"
             raise UsageError(f"{rank}, and MASTER_PORT {self.port} below 65536")
