@@ -165,17 +165,25 @@ class Candidates:
         step, one = work / flops, work / flops / model.rows
         return Speed(step, one, FORWARD_SHARE * one, measured=False)
 
-    def measure(
-        self, model: Candidate, threads: int | None = None, compiled: bool = False
-    ) -> Speed:
-        """Measure the speed in this process alone, with so many `threads` or the fastest number. If
-        this process has memory for fewer sequences than each process of the run, the time is scaled
-        up. Raises errors as lm.training.measurement.measure does."""
+    def measure(self, model: Candidate, compiled: bool = False) -> Speed:
+        """Measure the speed in this process alone, with the fastest number of threads; compiled
+        steps have the number that was fastest before. If this process has memory for fewer
+        sequences than each process of the run, the time is scaled up. Raises errors as
+        lm.training.measurement.measure does."""
         begun, rows = time.time(), min(model.rows, model.rows_alone)
-        flags = self.flags_of_run(model) | {"batch_size": rows}
-        flags |= {"compile": "on" if compiled else "off"}
-        counts = (threads,) if threads else self.thread_counts
-        seconds = self.seconds * (4 if compiled else 1)  # compiling comes on top of the fifth
+        args, source = self.inputs.args, self.inputs.source  # of the run, with paths filled in
+        flags = self.flags(model) | self.typed | {"data": args.data, "resume": None}
+        flags |= {"batch_size": rows, "compile": "on" if compiled else "off"}
+        flags.pop("conversations", None)  # they are prepared: --data
+        if args.teacher:
+            flags["teacher"] = args.teacher
+        if source:
+            flags["init_from"] = str(source.path)
+        if (file := file_of(args.deepspeed)) != "none":
+            flags["deepspeed"] = file
+        counts, seconds = self.thread_counts, self.seconds
+        if compiled:  # compiling comes on top of the fifth
+            counts, seconds = counts and (self.speed(model).threads,), 4 * seconds
         speed = measure(self.request.train, self.request.arguments, flags, counts, seconds)
         speed = speed.with_rows(model.rows, rows)
         if not compiled:
@@ -188,16 +196,3 @@ class Candidates:
         """True if there is no time for one more measurement. The first model is a guess by an
         assumed speed, so a second one is always measured."""
         return len(self.known) > 1 and time.time() + self.taken > self.until
-
-    def flags_of_run(self, model: Candidate) -> dict[str, Any]:
-        """Return all flags of a run that trains the model."""
-        args, source = self.inputs.args, self.inputs.source
-        flags = self.flags(model) | self.typed | {"data": args.data, "resume": None}
-        flags.pop("conversations", None)  # they are prepared: --data
-        if args.teacher:
-            flags["teacher"] = args.teacher
-        if source:
-            flags["init_from"] = str(source.path)
-        if (file := file_of(args.deepspeed)) != "none":
-            flags["deepspeed"] = file
-        return flags

@@ -123,7 +123,7 @@ class TimeBudget:
         if not (self.compiles or pays) or obstacle(self.candidates.device):
             return plan.speed
         try:  # the run reuses this code
-            speed = self.candidates.measure(plan.model, plan.speed.threads, compiled=True)
+            speed = self.candidates.measure(plan.model, compiled=True)
         except UsageError as error:
             print(f"compiled steps cannot be measured: {error}")
             return plan.speed
