@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.common.errors import stop_in_order
 from lm.engine.memory import estimate
-from lm.training.arguments import parse_arguments
+from lm.training.arguments import as_arguments, build_parser
 from lm.training.run import Run
 from lm.training.set_up import set_up
 
@@ -32,7 +32,8 @@ def start_run(flags: list[str]) -> Run:
     Raises UsageError or ConfigError if the flags or the data are invalid.
     """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        run = set_up([parse_arguments(["--out_dir", folder, *QUIET.split(), *flags])])
+        typed = build_parser().parse_args(["--out_dir", folder, *QUIET.split(), *flags])
+        run = set_up([as_arguments(vars(typed))])
     stop_in_order()  # replaces the handlers of the Run, which note the first signal
     run.model.train()
     return run

@@ -14,7 +14,7 @@ from benchmarks import REPOSITORY
 from benchmarks.cli import say
 from lm.common.errors import UsageError
 from lm.data.shards import DESCRIPTION_FILE
-from lm.training.arguments import TrainingArguments, parse_arguments
+from lm.training.arguments import TrainingArguments, as_arguments, build_parser
 from model import LMConfig
 
 OUT = Path("out/benchmarks/runs")
@@ -52,7 +52,8 @@ def train(
     """
     description = (data / DESCRIPTION_FILE).read_text(encoding="utf-8")
     words = shlex.split(" ".join([QUIET, *flags]))
-    arguments, settings = parse_arguments(words, stage)  # defaults may depend on other flags
+    typed = vars(build_parser(stage).parse_args(words))
+    arguments, settings = as_arguments(typed, stage)  # defaults may depend on other flags
     inputs = [str(data.resolve()), description, words, arguments, LMConfig(**settings)]
     inputs.append(os.environ.get("OMP_NUM_THREADS"))  # it decides the time of a step
     digest = hashlib.sha256(repr(inputs).encode()).hexdigest()[:8]

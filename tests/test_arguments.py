@@ -6,7 +6,13 @@ from conftest import error_of
 
 from lm.common.errors import UsageError
 from lm.storage.folder import RunFolder
-from lm.training.arguments import SFTArguments, TrainingArguments, flags_of, parse_arguments
+from lm.training.arguments import (
+    SFTArguments,
+    TrainingArguments,
+    as_arguments,
+    build_parser,
+    flags_of,
+)
 from lm.training.inputs import prepared_data
 from lm.training.starting_point import StartingPoint
 from model import ConfigError, LMConfig
@@ -21,6 +27,13 @@ ZERO_ALLOWED = {
     *("warmup_fraction", "token_noise"),
     *("n_shared_experts", "router_aux_loss"),
 }
+
+
+def parse_arguments(
+    words: list[str], arguments: type[TrainingArguments] = TrainingArguments
+) -> tuple[TrainingArguments, dict]:
+    """Return the training arguments and the model settings of a command that starts a new run."""
+    return as_arguments(vars(build_parser(arguments).parse_args(words)), arguments)
 
 
 def parsed(*typed: str) -> dict:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, error_of, pack
 from small_model import save_model
+from test_arguments import parse_arguments
 from test_conversation_set import conversation, make_set
 from test_resume_choice import write_empty
 
@@ -21,7 +22,7 @@ from lm.common.errors import ReportedError, UsageError
 from lm.data.tokenizer import TOKENIZER_FILE
 from lm.formats.portable import save_portable
 from lm.storage.folder import RunFolder
-from lm.training.arguments import DistillationArguments, SFTArguments, parse_arguments
+from lm.training.arguments import DistillationArguments, SFTArguments
 from lm.training.inputs import Inputs, find_inputs
 from model import ConfigError, LMConfig, Transformer
 

@@ -2,13 +2,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from test_arguments import parse_arguments
 from test_compilation import needs_compiler
 from test_transformer import some_tokens, transformer
 from torch.nn import functional as F
 
 from lm.common.errors import UsageError
 from lm.engine.compilation import compile_blocks
-from lm.training.arguments import parse_arguments
 from model import Transformer, cpu_attention
 
 WAYS = pytest.mark.parametrize("what", ["blocks", "selective"])

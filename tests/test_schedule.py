@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 from conftest import error_of
+from test_arguments import parse_arguments
 
-from lm.training.arguments import SCHEDULES, TrainingArguments, parse_arguments
+from lm.training.arguments import SCHEDULES, TrainingArguments
 from lm.training.schedule import (
     BATCH,
     MAX_DEFAULT_WARMUP,

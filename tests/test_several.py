@@ -7,11 +7,12 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import error_of
+from test_arguments import parse_arguments
 from test_resume_choice import damage_file, make_run
 
 from lm.common.errors import UsageError
 from lm.storage.folder import RunFolder, release_locks
-from lm.training.arguments import TrainingArguments, build_parser, parse_arguments
+from lm.training.arguments import TrainingArguments, build_parser
 from lm.training.runs import Runs
 from lm.training.schedule import default_rates
 from lm.training.set_up import require_the_same_batches

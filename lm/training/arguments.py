@@ -320,13 +320,6 @@ def show_default(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def parse_arguments(
-    argv: list[str] | None = None, arguments: type[TrainingArguments] = TrainingArguments
-) -> tuple[TrainingArguments, dict]:
-    """Return the training arguments and the model settings of a command that starts a new run."""
-    return as_arguments(vars(build_parser(arguments).parse_args(argv)), arguments)
-
-
 def as_arguments(
     values: dict, arguments: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
