@@ -81,9 +81,8 @@ class TeacherWeights:
         return min(length, LMConfig.max_seq_len) if self.source.is_foreign else length
 
     def load(self, engine: Engine, dtype: str) -> Transformer:
-        """Return the teacher on its device, with weights in `dtype`, which are not trained. Every
-        process must call this, and the teacher. The random state changes, so `build_model` sets the
-        seed later. Raises UsageError if the weights cannot be read."""
+        """Return the teacher on its device, with frozen weights in `dtype`. Every process must call
+        this, and the teacher. Raises UsageError if the weights cannot be read."""
         if self.zero:
             model = load_divided(self.zero, self.source)
         else:

@@ -181,8 +181,7 @@ def prepared_data(
     teacher: TeacherWeights | None,
 ) -> str:
     """Return the folder of prepared data; prepare conversations or a missing built-in corpus first.
-    Raises UsageError if preparing fails, the teacher's data is missing, two flags conflict, or the
-    conversations are not those of the resumed run."""
+    Raises UsageError if this fails, or if flags contradict each other or the resumed run."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer))

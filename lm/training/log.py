@@ -54,8 +54,7 @@ class TrainingLog:
             self._file = open(self.folder.metrics, "ab", buffering=0)  # noqa: SIM115
 
     def start_trackers(self, settings: dict) -> None:
-        """Start the trackers; only the main process calls this. Raises UsageError if one does not
-        start, such as wandb without a key."""
+        """Start the trackers, on the main process. Raises UsageError if one does not start."""
         first, run = self.first_step, self.folder.path
         self.accelerator.log_with = filter_trackers(self.args.trackers, str(run))
         self.accelerator.project_configuration.logging_dir = str(run)

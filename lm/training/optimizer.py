@@ -35,9 +35,8 @@ def parameter_groups(
     without: Sequence[nn.Parameter] = (),
     lr_factors: Mapping[nn.Parameter, float] = MappingProxyType({}),
 ) -> list[dict]:
-    """Return groups of trained parameters not in `without`: matrices with weight decay, and
-    scales of norms without weight decay, because scales should stay near 1. `lr_factors` are the
-    parameters whose learning rate is a multiple of the others'."""
+    """Return groups of trained parameters not in `without`: matrices with weight decay, and scales
+    of norms, which should stay near 1, without. `lr_factors` are multiples of the learning rate."""
     left_out, groups = set(without), defaultdict(list)
     for p in model.parameters():
         if p.requires_grad and p not in left_out:

@@ -61,8 +61,7 @@ def saved_flags(typed: dict, arguments: type[TrainingArguments]) -> dict:
 def with_global_batch(
     start: StartingPoint, args: TrainingArguments, processes: int
 ) -> TrainingArguments:
-    """Return `args`. If a resumed run has another number of processes, --accumulation_steps is
-    changed to keep the global batch, if this is possible."""
+    """Return `args`. --accumulation_steps keep the global batch of a resumed run, if possible."""
     if not start.checkpoint or processes == start.state["processes"]:
         return args
     steps, rest = divmod(start.state["identity"]["global_batch"], args.batch_size * processes)
@@ -72,8 +71,7 @@ def with_global_batch(
 def run_identity(
     train_set: TokenStream, args: TrainingArguments, processes: int, teacher: str | None = None
 ) -> dict:
-    """Return facts that, like the model's shape, must stay the same when a run is resumed.
-    `teacher` is a hash of the teacher's weights."""
+    """Return facts that a resume must keep, as it keeps the shape. `teacher` is its hash."""
     return {
         "tokenizer": train_set.description["tokenizer_sha256"][:16],
         "data": train_set.identity,

@@ -94,9 +94,8 @@ def with_weights(batches: Iterator[MicroBatch], n: int, engine: Engine) -> Itera
 
 
 class Run:
-    """One training run. Creating it builds the model with random weights, and loads the checkpoint
-    of a resumed run; lm/training/set_up.py loads --init_from. Log lines begin with `name`.
-    `runs` are the `Runs` that train side by side: in most programs this run alone."""
+    """One training run. Creating it builds the model and loads the checkpoint of a resumed run;
+    lm/training/set_up.py loads --init_from. `runs` are the `Runs` that train side by side."""
 
     def __init__(self, inputs: Inputs, engine: Engine, runs, name: str = ""):
         self.inputs, self.engine, self.runs = inputs, engine, runs

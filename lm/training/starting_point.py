@@ -67,8 +67,7 @@ def find_folder(args: TrainingArguments, claims: bool = False) -> tuple[RunFolde
         runs = [run.path] if args.run_name else out.glob("*")
         run = newest(runs, args.program, RunFolder.all_checkpoints) or run
     elif named:
-        saved = checkpoints_at(named)
-        if not saved:
+        if not (saved := checkpoints_at(named)):
             reason = "neither a run with checkpoints nor a checkpoint"
             raise UsageError(f"--resume {args.resume}: {reason}")
         run = run_of(saved[-1])

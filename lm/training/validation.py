@@ -45,8 +45,7 @@ def validate(
 ) -> dict | None:
     """Return "loss", the mean in nats over the counted targets of all processes; "perplexity";
     "bits_per_byte", comparable between tokenizers; "samples", the number of sequences. Return None
-    as soon as `stops`, which is called before each batch, returns something true; it must return
-    the same on every process."""
+    once `stops`, which is called before each batch, returns something true on every process."""
     model.eval()
     total_loss, n_targets, samples = 0.0, 0, 0
     for tokens, targets in loader:
