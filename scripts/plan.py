@@ -10,7 +10,7 @@ import os
 from lm.common.errors import UsageError, one_line_errors
 from lm.common.numbers import columns, counted, memory
 from lm.engine.hardware import GIB
-from lm.engine.memory import OVERHEAD, estimate, largest_batch
+from lm.engine.memory import OVERHEAD, estimate, fits, largest_batch
 from lm.engine.plan import GPUS, LOSS, RATES, Plan, plan_of
 from lm.engine.strategy import GPU, Strategy
 from lm.formats.portable import without_memory
@@ -69,7 +69,8 @@ def describe(plan: Plan, mfu: float) -> str:
         if plan.computing
         else f"Hours are unknown for {plan.gpu} in {args.dtype}: pass a --device such as H100",
     ]
-    if (chosen := next(filter(plan.fits, plan.engines), None)) is None:
+    fitting = (x for x in plan.engines if fits(x, plan.work, plan.memory, plan.ram))
+    if (chosen := next(fitting, None)) is None:
         return "\n".join([*lines, "\nNo engine fits: take a smaller --batch_size or more memory."])
     lines.append(f"\nTake {chosen.name}, the first that fits, with your model's flags:")
     lines.append(f"ENGINE={chosen.config} bash run_accelerate.sh")

@@ -18,7 +18,7 @@ import torch
 from lm.common.errors import UsageError
 from lm.engine.compilation import should_compile
 from lm.engine.hardware import GIB, available_memory, peak_flops
-from lm.engine.memory import Workload, can_coalesce, fits
+from lm.engine.memory import Workload, can_coalesce
 from lm.engine.strategy import GPU, Strategy, strategies
 from model import Transformer
 
@@ -144,10 +144,6 @@ class Plan:
         """The engines that support the optimizer, in the order in which to try them."""
         muon = self.work.args.optimizer == "muon"
         return [each for each in strategies() if each.takes_muon or not muon]
-
-    def fits(self, strategy: Strategy) -> bool:
-        """Return whether a process of this engine has enough memory."""
-        return fits(strategy, self.work, self.memory, self.ram)
 
     def shared_by(self, processes: int, strategy: Strategy) -> StepTime:
         """Return the time of a step if so many processes share the global batch."""
