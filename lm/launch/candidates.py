@@ -38,9 +38,8 @@ class Candidates:
 
     def __init__(self, request: ShellVariables, typed: dict[str, Any]):
         self.request, self.typed, self.processes = request, typed, request.processes
-        shape = {}  # that of existing weights, or the first valid shape, until one is chosen
-        if request.stage != "sft" and not typed.get("init_from"):
-            shape = recipe.valid_shapes(typed)[0]
+        self.fixed = bool(request.stage == "sft" or typed.get("init_from"))  # by existing weights
+        shape = {} if self.fixed else recipe.valid_shapes(typed)[0]  # until one is chosen
         if request.stage == "distill":
             shape.pop("max_seq_len", None)  # the teacher decides the length
         args, model_settings = as_arguments(typed | shape, request.arguments)
@@ -51,15 +50,12 @@ class Candidates:
         has_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
         deepspeed = deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
         self.strategy = strategy_of(deepspeed)
-        self.inputs = inputs = find_inputs(args, model_settings, None, self.processes)
+        self.inputs = find_inputs(args, model_settings, None, self.processes)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.fixed = inputs.source is not None  # existing weights decide the shape
-        # The numbers of threads of a process to choose from; (): there is no choice.
-        self.thread_counts: tuple[int, ...] = ()
-        if self.device.type == "cpu" and not ("threads" in typed or user_sets_threads()):
-            cores = max(1, available_cores() // self.processes)
-            counts = (cores, max(1, cores - 1), max(1, cores // 2))
-            self.thread_counts = tuple(dict.fromkeys(counts))
+        is_given = self.device.type != "cpu" or "threads" in typed or user_sets_threads()
+        cores = max(1, available_cores() // self.processes)
+        counts = dict.fromkeys((cores, max(1, cores - 1), max(1, cores // 2)))
+        self.thread_counts = () if is_given else tuple(counts)  # of a process, to choose from
         seconds = min(MEASURING_SHARE * 60 * request.minutes, MOST_MEASURING)
         self.until = time.time() + seconds  # measuring ends
         self.seconds = seconds / 2  # of a measurement, at most
@@ -121,7 +117,7 @@ class Candidates:
         work = replace(self.inputs.workload(processes, self.device, False), shapes=shapes)
         # With accumulation, DDP needs buckets beside the gradients.
         work = replace(work, args=replace(work.args, accumulation_steps=2))
-        n_gpus = min(self.processes, torch.cuda.device_count()) if not work.on_cpu else 0
+        n_gpus = min(self.processes, torch.cuda.device_count())
         devices = [torch.device("cuda", i) for i in range(n_gpus)] or [self.device]
         free = min(available_memory(device, self.processes) for device in devices)
         return largest_batch(self.strategy, work, free)
@@ -130,11 +126,10 @@ class Candidates:
         self, model: Candidate, batch: float = recipe.BATCH, passes: float = 1
     ) -> dict[str, Any]:
         """Return the flags of shape, loss and optimizer, for steps of `batch` tokens and so many
-        `passes` over the data. Existing weights decide the shape. A student compares the teacher's
-        whole vocabulary."""
+        `passes` over the data."""
         if self.fixed:
             return {"learning_rate": fine_tuning_rate(model.settings["dim"])}
-        pieces = 0 if self.inputs.teacher else self.inputs.config.vocab_size
+        pieces = 0 if self.inputs.teacher else self.inputs.config.vocab_size  # 0: all are compared
         flags = recipe.loss_flags(model, pieces, self.device.type == "cuda")
         # Noise is for text in several segmentations. 0.1 was measured at 15 passes; less for fewer
         # passes is assumed. Data of older versions mix the segmentations.

@@ -73,8 +73,7 @@ def announce_preparation(request: ShellVariables) -> None:
 
 
 def main(words: list[str]) -> list[str]:
-    """Return the launcher's arguments. Raises UsageError or ConfigError if the launch cannot
-    work."""
+    """Return the launcher's arguments. Raises UsageError or ConfigError if they cannot work."""
     loading = time.time() - psutil.Process().create_time()
     starter = starter_of_tasks()
     if starter and not os.environ.get("NUM_MACHINES"):
@@ -97,11 +96,9 @@ def main(words: list[str]) -> list[str]:
     if "dtype" not in flags | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
         print("--dtype float32, because this CPU would emulate bf16")
         flags["dtype"] = "float32"
-    chosen = {}
     if saved:
         print("resumed with the flags of the run and the typed flags; MINUTES has no effect")
-    else:
-        chosen = TimeBudget(Candidates(request, flags), loading).flags()
+    chosen = {} if saved else TimeBudget(Candidates(request, flags), loading).flags()
     print(f"starting {counted(request.processes, 'processes')}; PyTorch is loaded again")
     added = {name: value for name, value in (chosen | flags).items() if name not in typed}
     return [*request.launcher_words(), request.arguments.program, *as_words(added), *words]

@@ -203,7 +203,7 @@ def validations(task: Task, model: Candidate, speed: Speed) -> tuple[float, int]
     typed, first = "eval_samples" in task.typed, int(task.validates_first)
     least = task.samples if typed else min(task.samples, LEAST_SAMPLES)
     sample_seconds = speed.sample / task.processes
-    affordable = int(VALIDATION_SHARE * max(0, task.seconds) / max(sample_seconds, 1e-9))
+    affordable = int(VALIDATION_SHARE * task.seconds / sample_seconds)
     interval = task.typed.get("eval_interval")
     if interval is None:
         evaluations = max(1, min(EVALUATIONS, affordable // least - first))
@@ -213,6 +213,6 @@ def validations(task: Task, model: Candidate, speed: Speed) -> tuple[float, int]
     most = task.samples if typed else int(affordable / (evaluations + first))
     samples = max(1, min(task.samples, most))
     if interval:  # validations take time from the steps, so that there are fewer of both
-        share = evaluations * samples * sample_seconds / max(task.seconds, 1e-9)
+        share = evaluations * samples * sample_seconds / task.seconds
         evaluations /= 1 + share
     return evaluations, samples
