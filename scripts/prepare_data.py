@@ -9,6 +9,7 @@ lm/data/conversations.py describes the formats of conversations.
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 from lm.common.atomic import one_at_a_time
@@ -137,15 +138,16 @@ def main(argv: list[str] | None = None) -> None:
     )
     if args.text_column and all(suffix_of(path) in UNSTRUCTURED for path in made.files):
         raise UsageError(f"{args.data} has no columns: leave out --text_column")
-    with one_at_a_time(args.out):  # the other process may have prepared the data meanwhile
-        found = made.found_in(args.out, args.reuse, args.overwrite)
-        if not found:
-            start = time.perf_counter()
-            # The built-in conversations use only a part of their source.
-            total = None if args.conversations == BUILTIN else made.text_size
-            with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
-                description = made.write(args.out, bar.update)
-            found = report(description, made, time.perf_counter() - start)
+    find = partial(made.found_in, args.out, args.reuse, args.overwrite)
+    if not (found := find()):  # only writing needs a lock: the folder may be read-only
+        with one_at_a_time(args.out):
+            if not (found := find()):  # another process may have prepared the data meanwhile
+                start = time.perf_counter()
+                # The built-in conversations use only a part of their source.
+                total = None if args.conversations == BUILTIN else made.text_size
+                with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
+                    description = made.write(args.out, bar.update)
+                found = report(description, made, time.perf_counter() - start)
     # Before anybody trains on the data, say what its tokenizer excludes.
     warning = export_warning(args.out)
     print(f"{args.out}: {found}" + (f"\n  {warning}" if warning else ""))

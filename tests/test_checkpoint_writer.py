@@ -13,6 +13,7 @@ from lm.engine.engine import Engine
 from lm.storage.checkpoint import damage, read_state, write_checkpoint
 from lm.storage.folder import RunFolder, step_of
 from lm.training import checkpoint_writer
+from lm.training import runs as training_runs
 from lm.training.checkpoint_writer import is_best, load_checkpoint
 from lm.training.loss_meter import LossMeter
 from lm.training.runs import Runs
@@ -211,6 +212,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(ru
     assert run.latest.read_text() == "step-00000001\n"
     # The loss of the failed save does not count.
     assert [is_best(engine_of(), run, loss) for loss in (2.0, 3.0)] == [True, False]
+    assert not is_best(engine_of(), run, 2.0, pending=1.0)  # but that of one being written
     assert save(runs, 3, val_losses={3: 2.0})
     assert damage(run.checkpoint(3)) is None
 
@@ -218,6 +220,19 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(ru
 def test_the_main_process_decides_what_is_best(run, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "on_main_process", lambda engine, decide: engine.is_main)
     assert not is_best(engine_of(2, rank=1), run, 9.0)
+
+
+def test_of_models_that_train_together_memory_holds_one_copy(run, tmp_path, monkeypatch):
+    runs = runs_of(run, RunFolder(tmp_path / "other"))
+    events, copy, write = [], training_runs.copy_state, training_runs.write_checkpoint
+
+    def called(name, function):
+        return lambda *args: events.append(name) or function(*args)
+
+    monkeypatch.setattr(training_runs, "copy_state", called("copy", copy))
+    monkeypatch.setattr(training_runs, "write_checkpoint", called("write", write))
+    assert save(runs, 1)
+    assert events == ["copy", "write"] * 2
 
 
 def test_models_trained_together_prune_when_all_saved_the_same_step(run, tmp_path, monkeypatch):

@@ -241,6 +241,8 @@ def test_only_an_older_import_is_replaced_and_only_with_overwrite(llama, tmp_pat
     said = "n_heads 8, norm_eps 1e-06, rope_theta 1e+06, max_seq_len 9\n"
     assert said in capsys.readouterr().out
     assert "is no import" in refusal(import_weights, llama, llama, "--overwrite")
+    (out / "notes.md").touch()
+    assert "is no import" in refusal(import_weights, llama, out, "--overwrite")
     line = refusal(import_weights, llama, tmp_path / "b", "--n_heads", "3")
     assert "drop --n_heads: " in line
 

@@ -46,6 +46,8 @@ def test_data_that_another_process_prepared_meanwhile_is_used(workplace, capsys,
     printed = capsys.readouterr().out
     assert printed.count("bytes per token") == 1
     assert printed.endswith("sums: already prepared from this text\n")
+    main([*SMALL, "--data", "sums.jsonl"])  # nothing is written, so no lock is needed
+    assert len(turns) == 2
 
 
 def test_a_second_call_finds_the_data_prepared_and_changes_nothing(workplace, capsys):

@@ -150,6 +150,14 @@ def test_a_models_own_chat_template_gives_transformers_ids_here_and_in_an_export
             assert tokenizer.apply_chat_template(messages, **options) == ids, turns
 
 
+def test_an_older_import_keeps_the_tokens_of_its_template_in_a_section(texts, tmp_path):
+    file = write_tokenizer(tmp_path, "llama3", texts) / "tokenizer.json"
+    marked = JinjaTemplate(TEMPLATE, str(file)).tokens
+    tokens = {"template_tokens": {"bos_token": {"content": "<b>"}, "eos_token": "<e>"}}
+    file.with_name("tokenizer_config.json").write_text(json.dumps(marked | tokens))
+    assert JinjaTemplate(TEMPLATE, str(file)).tokens == {"bos_token": "<b>", "eos_token": "<e>"}
+
+
 def test_a_template_that_refuses_a_message_or_fails_is_an_error_of_one_line(texts, tmp_path):
     file = str(write_tokenizer(tmp_path, "llama3", texts) / "tokenizer.json")
     for source, says in (

@@ -55,7 +55,8 @@ class JinjaTemplate:
     def __init__(self, source: str, tokenizer_json: str):
         self.source = source
         markers = json.loads(Path(tokenizer_json).with_name(MARKERS_FILE).read_text("utf-8"))
-        tokens = markers.items()  # each a text, or has a "content"
+        # Each token is a text, or has a "content". Older imports have them in a dict of their own.
+        tokens = markers.get("template_tokens", markers).items()
         self.tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in tokens}
         self._tokenizer = tokenizers.Tokenizer.from_file(tokenizer_json)
         self._tokenizer.no_truncation()

@@ -88,7 +88,7 @@ def parse_conversation(value: dict, where: str) -> tuple[list[Turn], set[str]]:
             unread |= _unread(said, keys, where)
             content = said[keys[1]]
             for part in content if isinstance(content, list) else ():
-                unread |= _unread(part, OF_PART, where)
+                unread |= _unread(part, OF_PART, where) if isinstance(part, dict) else set()
     except (TypeError, KeyError, AttributeError) as error:
         form = 'a list of {"role", "content"} or {"from", "value"}, perhaps with "weight": 0 or 1'
         raise UsageError(f"{where}: expected {form}") from error

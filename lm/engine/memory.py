@@ -151,10 +151,12 @@ def _activations(strategy: Strategy, work: Workload) -> float:
         width, routed = n_used * config.moe_hidden_dim, 2 * h * n_used * config.dim
     feed_forward = (3 if compiled else 4) * h * width + routed  # w1 x, w3 x, product; 4th: silu
     scores = 0.0
-    if keeps_scores:  # softmax in fp32, a copy in 16 bits; 13: with all masks of dropout
-        scores = config.n_heads * config.max_seq_len * (13 if config.dropout else 6)
+    if keeps_scores:  # softmax in fp32, a copy in 16 bits, masks of dropout
+        scores = config.n_heads * config.max_seq_len * (12 if config.dropout else 6)
     elif work.on_cpu:  # blocks of 64 or more positions (model/cpu_attention.py)
         scores = config.n_heads * h * (config.max_seq_len + 64) / 2
+    if config.dropout:  # masks after attention and feed-forward
+        attention += 2 * h * config.dim
     block = 2 * norm + attention + scores + feed_forward
     kept = config.n_layers * block + norm  # with the final norm
     if work.args.gradient_checkpointing != "off":

@@ -135,12 +135,14 @@ class TrainingState:
         whole = {}
         for key, parameter, inside, part in self._shards(moments):
             shape = shape_of(parameter)
-            joined = torch.zeros(shape.numel(), device=self.accelerator.device)
-            joined[inside] = part
-            if self.zero and self.accelerator.num_processes > 1:
-                torch.distributed.all_reduce(joined)
+            if self.zero:
+                joined = torch.zeros(shape.numel(), device=self.accelerator.device)
+                joined[inside] = part
+                if self.accelerator.num_processes > 1:
+                    torch.distributed.all_reduce(joined)
+                part = joined
             if self.accelerator.is_main_process:
-                whole[key] = joined.view(shape).to("cpu", copy=True)
+                whole[key] = part.detach().view(shape).to("cpu", torch.float32, copy=True)
         return whole
 
     def _shards(self, moments: bool, writes: bool = False) -> Iterator[tuple]:

@@ -90,17 +90,19 @@ def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None)
     Args:
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
         dtype: "float32", "bfloat16", or None: bfloat16 if the GPU supports it, float32 if not.
-    Raises UsageError if there is no such device, or if there are more processes than GPUs.
+    Raises UsageError if there is no such device, or if the launcher has the wrong flags.
     """
-    n_gpus = torch.cuda.device_count()
+    n_gpus, environ = torch.cuda.device_count(), os.environ
     if device == "cuda" and not n_gpus:
         raise UsageError("--device cuda: no GPU is visible here")
     on_cpu = device == "cpu" or not n_gpus
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environ} and "RANK" not in environ:
+        raise UsageError("pass --multi_gpu, not --cpu, to accelerate launch, even on CPUs")
     if not on_cpu and processes_here() > n_gpus:
         started = f"{processes_here()} processes for {n_gpus} GPUs"
         raise UsageError(f"{started}: pass --num_processes {n_gpus}")
     # DeepSpeed must not start again: under ZeRO-3, `load_divided` has already divided the model.
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu)
     if on_cpu:
         keep_freed_memory()

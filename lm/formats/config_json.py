@@ -112,7 +112,7 @@ def read_config_json(folder: Path) -> LMConfig:
     defaults = {  # of transformers, or of MiniMind
         "num_key_value_heads": given.get("num_attention_heads"),
         "head_dim": 128 if model_type == "qwen3" else None,  # None: hidden_size / number of heads
-        "intermediate_size": 11008,
+        "intermediate_size": None if "intermediate_size" in values else 11008,  # None: by dim
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "max_position_embeddings": 2048,

@@ -3,7 +3,6 @@
 No code from a file is run: the readers are safetensors, JSON and torch.load(weights_only=True).
 """
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from lm.data.chat_template import PLAIN_JINJA, TEMPLATE_FILE
 from lm.data.tokenizer import (
     MARKERS_FILE,
     TOKENIZER_FILE,
+    TOKENIZER_FILES,
     TOKENIZER_JSON,
     copy_tokenizer,
     open_tokenizer,
@@ -23,7 +23,9 @@ from lm.data.tokenizer import (
 from lm.formats.config_json import read_config_json
 from lm.formats.hugging_face import read_hugging_face
 from lm.formats.portable import (
+    CONFIG_FILE,
     GENERATION_FILE,
+    WEIGHTS_FILE,
     build_config,
     end_ids,
     has_setting,
@@ -44,6 +46,13 @@ NORMED = {"norm_eps": 1e-6, "rope_theta": 1e6}  # of models with norms of querie
 EXPERTS = {"norm_topk_prob": True}  # MiniMind's
 
 
+def is_import(folder: Path) -> bool:
+    """Return True for a folder of portable weights, perhaps with tokenizer and chat template."""
+    known = {CONFIG_FILE, GENERATION_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
+    others = {path.name for path in folder.iterdir()} - known
+    return not others and has_setting("n_layers", folder)
+
+
 def import_weights(
     source: Path, out: Path, *, tokenizer: Path | None = None, overwrite: bool = False, **flags
 ) -> str:
@@ -56,7 +65,7 @@ def import_weights(
 
     Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced."""
     given = {name: value for name, value in flags.items() if value is not None}
-    with new_folder(out, "import", partial(has_setting, "n_layers"), overwrite) as folder:
+    with new_folder(out, "import", is_import, overwrite) as folder:
         if source.is_dir():
             said, weights = read_config_json(source).to_dict(), read_hugging_face(source)
         else:

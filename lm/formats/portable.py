@@ -71,6 +71,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         return dict(torch.load(path, "cpu", weights_only=True))
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{path}: no readable weights ({reason(error)})") from error
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged pickle can raise any exception
         raise UsageError(f"{path}: not a state dict, or holds code, which is not run") from error
 

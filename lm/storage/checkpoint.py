@@ -51,10 +51,13 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
 
 def write_base(run: RunFolder, config: LMConfig, weights: dict, tokenizer: Path) -> None:
     """Write the initial weights of a run with adapters, and the tokenizer, into base/."""
-    with whole_folder(run.base) as folder:
-        portable.save_portable(folder, config, weights)
-        _write_manifest(folder)
-        copy_tokenizer(tokenizer, folder)
+    try:
+        with whole_folder(run.base) as folder:
+            portable.save_portable(folder, config, weights)
+            _write_manifest(folder)
+            copy_tokenizer(tokenizer, folder)
+    except OSError as error:
+        raise UsageError(f"{run.base} cannot be written: {error.strerror}") from error
 
 
 def _write_manifest(folder: Path) -> int:
@@ -120,8 +123,9 @@ def newest_undamaged(*runs: list[Path]) -> list[Path]:
 
 def best(checkpoints: Iterable[Path]) -> Path | None:
     """Return the checkpoint with the lowest validation loss; None if no checkpoint has a loss."""
-    measured = [path for path in checkpoints if val_loss(path) is not None]
-    return min(measured, key=val_loss, default=None)
+    losses = {path: val_loss(path) for path in checkpoints}
+    measured = [path for path, loss in losses.items() if loss is not None]
+    return min(measured, key=losses.get, default=None)
 
 
 def val_loss(path: Path) -> float | None:

@@ -27,12 +27,13 @@ def copy_state(state: TrainingState, meter: LossMeter) -> tuple[dict[str, dict],
     return tensors, state.scalars()
 
 
-def is_best(engine: Engine, run: RunFolder, val_loss: float) -> bool:
-    """Return whether no checkpoint has a loss as low as this. Every process must call this."""
+def is_best(engine: Engine, run: RunFolder, val_loss: float, pending: float | None = None) -> bool:
+    """Return whether no checkpoint has a loss as low as this. `pending` is the loss of one that is
+    being written. Every process must call this."""
 
     def decide() -> bool:
-        best = files.best(run.all_checkpoints())
-        return best is None or val_loss < files.val_loss(best)
+        losses = [pending, *map(files.val_loss, run.all_checkpoints())]
+        return all(loss is None or val_loss < loss for loss in losses)
 
     return on_main_process(engine, decide)
 

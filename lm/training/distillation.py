@@ -60,7 +60,7 @@ class TeacherWeights:
 
     @classmethod
     def find(cls, args: TrainingArguments) -> "TeacherWeights":
-        """Return the teacher that --teacher names. Raises UsageError or ConfigError if it has no
+        """Return the teacher that --teacher names. Raises UsageError if it has no
         weights, or if --teacher_config is not for ZeRO-3."""
         runs = Path(args.out_dir)
         source = WeightsFolder.find(args.teacher, runs, PRETRAINING, foreign=True)

@@ -86,7 +86,7 @@ class TimedRun(Run):
         if best:
             torch.set_num_threads(best)
         sample = self._validation_seconds() if self.val_loader else 0.0
-        one = 0.0
+        one = times[best] / self.args.batch_size
         if self.why_not_compiled:
             self.rows = 1
             taken = yield from self._window(WINDOW)

@@ -112,6 +112,7 @@ class Run:
         self.work = inputs.workload(engine.processes, self.accelerator.device, compiled)
         self.model, self.optimizer, self.state = build_model(inputs, engine, self.work)
         self.val_loss: float | None = start.state.get("val_loss")  # after the latest step, if known
+        self.saved_loss: float | None = None  # of the latest checkpoint, maybe still being written
         self.interrupted = False  # True if a stop request has ended a validation early
         self.learning_rate = LearningRate(args, self.total_steps)
         self._reduction = ExitStack()  # under ZeRO-2, what reduces the gradients once per step
@@ -223,6 +224,7 @@ class Run:
         # If the norm is on a GPU, reading the counter waits for the GPU: it is read more rarely.
         interval = most if getattr(grad_norm, "is_cuda", False) else 1
         if self.is_time(step, interval) and (bad := int(self.log.meter.worst_in_row)) >= most:
+            self.runs.wait()
             steps = f"{bad} steps in a row"
             raise UsageError(f"{steps} had a non-finite gradient: lower --learning_rate")
         self.evaluate(step)
@@ -266,8 +268,8 @@ class Run:
             return True
         if self.val_loss is None:
             return False
-        self.runs.wait()  # the checkpoint that is being written may be the best
-        return is_best(self.engine, self.folder, self.val_loss)
+        pending = self.saved_loss if self.runs.is_writing else None
+        return is_best(self.engine, self.folder, self.val_loss, pending)
 
     def is_time(self, step: int, interval: int) -> bool:
         """Return whether something is due that happens every `interval` steps, and at the end."""

@@ -70,36 +70,40 @@ class Runs:
             self.stopped = step, reason
 
     def save(self, step: int) -> None:
-        """Copy the state of each run; a thread writes the checkpoints while training goes on."""
-        copies = []
+        """Copy the state of each run; a thread writes it while training goes on. The copy of a run
+        waits until that of the run before is written, so that memory holds one copy."""
         for run in self.in_turn():
             with run.log.pause():
-                self.wait()
+                self._saved = self.wait() or run is self.all[0]
                 started = time.perf_counter()
                 tensors, scalars = copy_state(run.state, run.log.meter)
                 state = {"step": step, "val_loss": run.val_loss} | run.facts | scalars
-                copies.append((run, tensors, state, time.perf_counter() - started))
+                run.saved_loss = run.val_loss
+                if run.engine.is_main:
+                    work = (run, tensors, state, time.perf_counter() - started)
+                    self._writer = threading.Thread(None, self._write, CHECKPOINT_WRITER, work)
+                    self._writer.start()
         self.stop.saved()
-        if self.all[0].engine.is_main:
-            self._writer = threading.Thread(target=self._write, args=copies, name=CHECKPOINT_WRITER)
-            self._writer.start()
 
-    def _write(self, *copies: tuple[Run, dict, dict, float]) -> None:
-        """Write a checkpoint of each run. A disk error is logged, does not stop training, and
-        leaves the older checkpoints of all runs, because runs resume from a common step."""
-        self._saved = True
-        for run, tensors, state, stalled in copies:
-            try:
-                size = write_checkpoint(run.folder, tensors, state) / 1e6
-            except Exception as error:  # an uncaught error would print a traceback
-                run.log.say(f"CHECKPOINT NOT SAVED: {error}; older ones are kept")
-                self._saved = False
-            else:
-                path = run.folder.checkpoint(state["step"])
-                run.log.say(f"saved {path}: {size:.1f} MB; copying took {stalled:.2f} s")
-        if self._saved:
-            for run in self.all:
-                prune(run.folder, run.args.keep_last)
+    def _write(self, run: Run, tensors: dict, state: dict, stalled: float) -> None:
+        """Write a checkpoint. A disk error is logged, does not stop training, and leaves the older
+        checkpoints of all runs, because runs resume from a common step."""
+        try:
+            size = write_checkpoint(run.folder, tensors, state) / 1e6
+        except Exception as error:  # an uncaught error would print a traceback
+            run.log.say(f"CHECKPOINT NOT SAVED: {error}; older ones are kept")
+            self._saved = False
+            return
+        path = run.folder.checkpoint(state["step"])
+        run.log.say(f"saved {path}: {size:.1f} MB; copying took {stalled:.2f} s")
+        if self._saved and run is self.all[-1]:
+            for each in self.all:
+                prune(each.folder, each.args.keep_last)
+
+    @property
+    def is_writing(self) -> bool:
+        """True while a checkpoint is being written, on the main process."""
+        return self._writer.is_alive()
 
     def wait(self) -> bool:
         """Wait for the save in progress, if any; return False if the latest save failed. Only the
