@@ -28,7 +28,7 @@ from lm.formats.portable import without_memory
 from lm.storage.find import PRETRAINING
 from lm.storage.weights import WeightsFolder
 from lm.training.arguments import TrainingArguments
-from model import LMConfig, Transformer
+from model import Transformer
 from model.loss import IGNORE_INDEX
 from model.recompute import recomputed
 
@@ -62,8 +62,7 @@ class TeacherWeights:
     def find(cls, args: TrainingArguments) -> "TeacherWeights":
         """Return the teacher that --teacher names. Raises UsageError if it has no
         weights, or if --teacher_config is not for ZeRO-3."""
-        runs = Path(args.out_dir)
-        source = WeightsFolder.find(args.teacher, runs, PRETRAINING, foreign=True)
+        source = WeightsFolder.find(args.teacher, Path(args.out_dir), PRETRAINING, foreign=True)
         zero = None
         if path := args.teacher_config:
             config = read_config(path)
@@ -73,12 +72,6 @@ class TeacherWeights:
             config["zero_optimization"]["memory_efficient_linear"] = False
             zero = inference_config(config, path, args.dtype)
         return cls(source, without_memory(source.config()), zero)
-
-    @property
-    def training_length(self) -> int:
-        """The student's default max_seq_len: the teacher's; for Hugging Face models at most 512."""
-        length = self.shapes.config.max_seq_len
-        return min(length, LMConfig.max_seq_len) if self.source.is_foreign else length
 
     def load(self, engine: Engine, dtype: str) -> Transformer:
         """Return the teacher on its device, with frozen weights in `dtype`. Every process must call

@@ -170,7 +170,10 @@ def choose_sources(args: TrainingArguments, model_settings: dict, start: Startin
     teacher = None
     if args.teacher:
         teacher = TeacherWeights.find(args)
-        settings = {"max_seq_len": teacher.training_length} | settings
+        length = teacher.shapes.config.max_seq_len
+        if teacher.source.is_foreign:  # Hugging Face's models may read more than one can train
+            length = min(length, LMConfig.max_seq_len)
+        settings = {"max_seq_len": length} | settings
     return source, teacher, settings, prepared_data(args, start, source, teacher)
 
 

@@ -143,8 +143,7 @@ def start_run(
     inputs = replace(inputs, start=start)
     runs.folders.append(start.folder)
     engine.set_accumulation(args.accumulation_steps)
-    finished = start.step >= inputs.total_steps
-    if finished and on_main_process(engine, start.folder.weights.exists):
+    if start.step >= inputs.total_steps and on_main_process(engine, start.folder.weights.exists):
         steps = f"{start.step} of {inputs.total_steps} steps"
         engine.accelerator.print(f"{start.folder.path} is finished, {steps}: raise --max_steps")
         return None

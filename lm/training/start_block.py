@@ -54,9 +54,7 @@ def start_block(run: Run) -> str:
         n_matrices = sum(p.shape[:-2].numel() for p in muon_matrices(inputs.shapes))
         matrices = f"Muon on {n_matrices} matrices at learning rate {args.muon_learning_rate:g}"
         optimizer = f"{matrices} and momentum {args.muon_momentum:g}, AdamW on the rest"
-    factors = {"embedding": args.embedding_lr_factor}
-    if not inputs.config.tie_embeddings:
-        factors["output layer"] = args.output_lr_factor
+    factors = {"embedding": args.embedding_lr_factor, "output layer": args.output_lr_factor}
     for layer, factor in factors.items():
         optimizer += f", {layer} at {factor:g} × its rate" if factor != 1 else ""
     precision = args.matrix_precision
