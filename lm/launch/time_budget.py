@@ -90,9 +90,9 @@ class TimeBudget:
         """Measure the model that suits best by the speeds known so far, until it is one that was
         measured, or the time for measuring is over. A model that fits only if several processes
         divide it is not measured. If memory runs out, the micro-batch is halved; if it runs out
-        even with one sequence, this model and larger ones are left out. Raises TooLittleMemoryError
-        if no model is left."""
-        models, found = [*models], self.candidates
+        even with one sequence, this model and larger ones leave the list `models`. Raises
+        TooLittleMemoryError if no model is left."""
+        found = self.candidates
         while True:
             plan = choose(task, models, found.speed)
             at = [each.name for each in models].index(plan.model.name)
@@ -105,7 +105,7 @@ class TimeBudget:
                 rows, alone = model.rows // 2, model.rows_alone // 2
                 models[at] = replace(model, rows=rows, rows_alone=alone)
                 if not rows or "batch_size" in self.typed:
-                    models = models[:at]
+                    del models[at:]
                 if not models:
                     raise
                 continue
