@@ -1,9 +1,7 @@
 """The optimizers, AdamW and Muon.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the running average of a
-matrix's gradients (its momentum) by an approximation of the nearest orthogonal matrix. Under ZeRO
-each process updates flat partitions of the parameters. If a matrix lies on several processes, its
-momentum is gathered before it is orthogonalised.
+matrix's gradients (its momentum) by an approximation of the nearest orthogonal matrix.
 """
 
 import math
@@ -127,9 +125,8 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters. Set Muon's gradients to None, so that AdamW skips these matrices.
-        Under ZeRO every process must call it.
-        As in AdamW, a nonzero tensor `found_inf` skips the step; reading it waits for the GPU."""
+        """Update all parameters; every process must call it. Set Muon's gradients to None, so that
+        AdamW skips these matrices. As in AdamW, a nonzero tensor `found_inf` skips the step."""
         if getattr(self, "found_inf", False):
             return
         for group in self.param_groups:

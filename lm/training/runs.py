@@ -23,8 +23,7 @@ class Runs:
         self.all: list[Run] = []
         self.folders: list[RunFolder] = []
         self.stopped: tuple[int, str] | None = None  # the last step and the reason to stop
-        self._random: dict[Run, dict] = {}  # the random state of each run when its turn ended
-        self._left: dict[Run, float] = {}  # the time at which its turn ended
+        self._left: dict[Run, tuple] = {}  # random state and time when the turn of a run ended
         self._writer = threading.Thread()  # writes the latest checkpoint of each run
         self._saved = True  # whether it was written; true on other processes than the main one
 
@@ -39,15 +38,15 @@ class Runs:
         for run in self.all:
             select_engine(run.engine)
             if len(self.all) > 1:
-                run.log.paused += time.perf_counter() - self._left[run]
-                restore_random(self._random[run], run.accelerator.device)
+                random, ended = self._left[run]
+                run.log.paused += time.perf_counter() - ended
+                restore_random(random, run.accelerator.device)
             yield run
             if len(self.all) > 1:
                 self._end_turn(run)
 
     def _end_turn(self, run: Run) -> None:
-        self._random[run] = random_state(run.accelerator.device)
-        self._left[run] = time.perf_counter()
+        self._left[run] = random_state(run.accelerator.device), time.perf_counter()
 
     def repeat_validations(self) -> None:
         """After a resume, make up for validations and samples that a stop request prevented."""
