@@ -5,7 +5,6 @@ r"""Estimate memory, network traffic and hours of training with each engine.
 """
 
 import math
-import os
 
 from lm.common.errors import UsageError, one_line_errors
 from lm.common.numbers import columns, counted, memory
@@ -25,7 +24,6 @@ TRAINING_FLAGS += "coalesce_reduction", "max_steps", "optimizer", "tf32"
 
 @one_line_errors("plan", UsageError, ConfigError)
 def main(argv: list[str] | None = None) -> None:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # by default DeepSpeed warns if there is no GPU
     parser = build_parser(only=TRAINING_FLAGS)
     parser.prog, parser.description = "python -m scripts.plan", __doc__
     add = parser.add_argument_group("plan").add_argument
