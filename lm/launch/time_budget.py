@@ -160,21 +160,17 @@ class TimeBudget:
         flags = {
             "batch_size": plan.model.rows,
             "accumulation_steps": plan.accumulation,
-            "max_steps": plan.steps,
+            "max_steps": None if "epochs" in self.typed else plan.steps,
             "log_interval": max(1, plan.steps // LOG_LINES),
             "eval_interval": every,
             "sample_interval": max(every, save),
             "save_interval": save,
+            "eval_samples": plan.samples if plan.samples < self.task().samples else None,
+            "threads": plan.speed.threads,
         }
-        if plan.samples < self.task().samples:
-            flags["eval_samples"] = plan.samples
-        if plan.speed.threads:
-            flags["threads"] = plan.speed.threads
         flags |= self.candidates.flags(plan.model, plan.tokens / plan.steps, plan.passes)
         if self.compiles is not None:
             flags["compile"] = "on" if self.compiles else "off"
-        if "epochs" in self.typed:
-            del flags["max_steps"]
         # A typed rate is that of all layers, as without this recipe.
         typed = self.typed.keys() | (FROM_WEIGHTS if "learning_rate" in self.typed else {})
-        return {name: value for name, value in flags.items() if name not in typed}
+        return {k: v for k, v in flags.items() if k not in typed and v is not None}
