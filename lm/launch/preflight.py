@@ -92,13 +92,16 @@ def main(words: list[str]) -> list[str]:
     saved = saved_flags(flags, request.arguments)  # refuses a resume before text is prepared
     if not (saved or "data" in typed):
         announce_preparation(request)
-    flags = request.data_flags(typed, saved) | flags
     if "dtype" not in flags | saved and not torch.cuda.is_available() and cpu_emulates_bf16():
         print("--dtype float32, because this CPU would emulate bf16")
         flags["dtype"] = "float32"
+    begun = time.time()
+    flags, chosen = request.data_flags(typed, saved) | flags, {}  # prepares text
     if saved:
         print("resumed with the flags of the run and the typed flags; MINUTES has no effect")
-    chosen = {} if saved else TimeBudget(Candidates(request, flags), loading).flags()
+    else:
+        candidates = Candidates(request, flags)  # prepares conversations
+        chosen = TimeBudget(candidates, loading, time.time() - begun).flags()
     print(f"starting {counted(request.processes, 'processes')}; PyTorch is loaded again")
     added = {name: value for name, value in (chosen | flags).items() if name not in typed}
     return [*request.launcher_words(), request.arguments.program, *as_words(added), *words]

@@ -34,18 +34,17 @@ COMPILING_SAVES, COMPILING_SHARE, CACHED_SECONDS = 0.17, 8.0, 2.0
 
 
 class TimeBudget:
-    """The time of a run, and its plan. Preflight needed `loading` seconds to load its packages."""
+    """The time of a run, and its plan. Preflight needed `loading` seconds to load its packages, and
+    `preparing` seconds to prepare and open the data."""
 
-    def __init__(self, candidates: Candidates, loading: float):
+    def __init__(self, candidates: Candidates, loading: float, preparing: float):
         self.candidates, self.loading = candidates, loading
         self.request, self.typed = candidates.request, candidates.typed
         self.compiles: bool | None = None  # None: the training program decides
         self.started = psutil.Process().create_time()
-        # Preparation runs in another process, so it takes no CPU time of this one.
-        waited = time.time() - self.started - max(loading, time.process_time())
-        if waited > MOST_PREPARING * 60 * (minutes := self.request.minutes):
-            print(f"preparing took {waited / 60:.1f} min: the {minutes:g} min begin now")
-            self.started += waited
+        if preparing > MOST_PREPARING * 60 * (minutes := self.request.minutes):
+            print(f"preparing took {preparing / 60:.1f} min: the {minutes:g} min begin now")
+            self.started += preparing
 
     def task(self) -> Task:
         """Describe the data of the run, and the time that is left for steps and validations."""
