@@ -33,6 +33,7 @@ class StopRequest:
         self.deadline = since + 60 * (time_limit or math.inf)  # since: time.monotonic() at start
         self.save_seconds = 60 * (save_minutes or math.inf)
         self._signal, self._signalled_at = 0, 0.0  # the first signal and its time
+        self.time_to_save, self._save_at = False, 0.0  # the time of the next save
         self.saved()
         handle(SIGNALS, self._on_signal)
 
